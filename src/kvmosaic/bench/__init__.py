@@ -1,0 +1,1 @@
+"""Measurements that print ratios taken in one run."""

@@ -1,0 +1,62 @@
+"""``kvmosaic bench``: ratios measured in one run."""
+
+from typing import Annotated
+
+import typer
+
+from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_table
+
+app = typer.Typer(help="Benchmarks; each prints ratios measured in one run.", no_args_is_help=True)
+
+
+@app.command("chunk-hit")
+def chunk_hit(
+    model: ModelOption = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(help="Length of the chunk.", min=1)] = 512,
+    json: JsonOption = False,
+) -> None:
+    """One chunk: time to obtain its KV by computing it, from host memory, from disk."""
+    from kvmosaic.bench import chunk_hit  # here, because importing it takes seconds
+
+    with console.status("loading the model") as status:
+        result = chunk_hit.run(model, tokens, progress=status.update)
+    print_table(
+        f"{model}: a chunk of {tokens} tokens ({result['entry_mb']:.1f} MB of KV) put in place",
+        ("from", "ms (median)", "against computing"),
+        (
+            ("computing", f"{result['compute_ms']:.1f}", "1x"),
+            ("host", f"{result['host_ms']:.1f}", f"{result['host_speedup']:.0f}x"),
+            ("disk", f"{result['disk_ms']:.1f}", f"{result['disk_speedup']:.0f}x"),
+        ),
+    )
+    if json:
+        print_json(result)
+
+
+@app.command("lookup")
+def lookup(json: JsonOption = False) -> None:
+    """Look-up cost against the number of stored entries."""
+    from kvmosaic.bench import lookup
+
+    with console.status("filling stores of growing size"):
+        result = lookup.run()
+    print_table(
+        "look-up in host memory",
+        ("entries", "hit µs", "miss µs"),
+        ((row["entries"], f"{row['hit_us']:.1f}", f"{row['miss_us']:.1f}") for row in result["rows"]),
+    )
+    if json:
+        print_json(result)
+
+
+@app.command("eviction")
+def eviction(seed: int = 0, json: JsonOption = False) -> None:
+    """Hit rate of the eviction policy against plain LRU, on popular chunks mixed with scans."""
+    from kvmosaic.bench import eviction
+
+    with console.status("replaying the trace"):
+        result = eviction.run(seed)
+    rows = result["rows"]
+    print_table("hit rates by budget", rows[0], (row.values() for row in rows))
+    if json:
+        print_json(result)

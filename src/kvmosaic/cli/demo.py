@@ -1,0 +1,104 @@
+"""``kvmosaic demo``: a small RAG session, every request beside its own full prefill."""
+
+import resource
+import sys
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from kvmosaic.cli.demo_data import DOCUMENTS, REQUESTS, Request
+from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_table, progress_bar
+
+
+class _Compared(NamedTuple):
+    request: Request
+    ours: Any
+    full: Any
+
+
+def demo(
+    model: ModelOption = "smollm2-135m",
+    max_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 24,
+    json: JsonOption = False,
+) -> None:
+    """Ask several questions about the same documents, in changing order, under changing system prompts."""
+    from kvmosaic.hf import LLM  # here, because importing it takes seconds
+
+    with console.status(f"loading {model} (the first time, its weights are fetched)"):
+        llm = LLM(model, enable_chunk_cache=True)
+    compared = []
+    with llm, progress_bar(2 * len(REQUESTS) + 1) as steps:
+        steps.start("warming up")
+        for cached in (True, False):  # first calls pay for lazy set-up in torch; neither side should
+            llm.generate("warm # # up # # now", max_tokens=2, use_chunk_cache=cached)
+        llm.chunk_cache.clear()
+        steps.done()
+        for request in REQUESTS:
+            prompt = _prompt(llm, request)
+            steps.start(f"{request.title}: full prefill")
+            [full] = llm.generate(prompt, max_tokens=max_tokens, temperature=0, use_chunk_cache=False)
+            steps.done()
+            steps.start(f"{request.title}: kvmosaic")
+            [ours] = llm.generate(prompt, max_tokens=max_tokens, temperature=0, recompute_ratio=request.ratio)
+            steps.done()
+            compared.append(_Compared(request, ours, full))
+        stats = llm.chunk_cache.get_stats()
+    _show(model, compared)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
+    console.print(
+        f"chunks: {stats['total_chunks']} stored, {stats['cache_hits']} hits, {stats['cache_misses']} misses, "
+        f"{stats['current_memory_mb']:.0f} MB in memory; peak memory of this process {peak:.0f} MB"
+    )
+    if json:
+        print_json({"model": model, "requests": [_row(item) for item in compared], "stats": stats, "peak_mb": peak})
+
+
+def _prompt(llm: Any, request: Request) -> str:
+    """The request as text; instruction-tuned models get their chat format."""
+    separator = llm.config.chunk_separator
+    body = separator.join([*(DOCUMENTS[name] for name in request.documents), request.question])
+    if llm.tokenizer.chat_template is None:
+        return f"{request.system}{separator}{body}\nAnswer:"
+    messages = [{"role": "system", "content": request.system}, {"role": "user", "content": separator + body}]
+    return llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _row(item: _Compared) -> dict[str, Any]:
+    return {
+        "title": item.request.title,
+        "mode": item.ours.mode,
+        "recompute_ratio": item.request.ratio,
+        "ttft_ms": item.ours.ttft_ms,
+        "full_prefill_ttft_ms": item.full.ttft_ms,
+        "prompt_tokens": item.ours.prompt_tokens,
+        "cached_tokens": item.ours.cached_tokens,
+        "filled_tokens": item.ours.filled_tokens,
+        "recomputed_tokens": item.ours.recomputed_tokens,
+        "text": item.ours.text,
+        "full_prefill_text": item.full.text,
+    }
+
+
+def _show(model: str, compared: list[_Compared]) -> None:
+    print_table(
+        f"{model}: time to first token, kvmosaic against full prefill in the same run",
+        ("request", "mode", "tokens", "cached", "filled", "redone", "TTFT ms", "full ms", "speed-up"),
+        (
+            (
+                item.request.title,
+                item.ours.mode,
+                item.ours.prompt_tokens,
+                item.ours.cached_tokens,
+                item.ours.filled_tokens,
+                item.ours.recomputed_tokens,
+                f"{item.ours.ttft_ms:.0f}",
+                f"{item.full.ttft_ms:.0f}",
+                f"{item.full.ttft_ms / item.ours.ttft_ms:.1f}x",
+            )
+            for item in compared
+        ),
+    )
+    for index, item in enumerate(compared, 1):
+        console.print(f"[bold]{index}. {item.request.question}[/bold]")
+        console.print(f"   kvmosaic      {item.ours.text.strip()}", markup=False, highlight=False)
+        console.print(f"   full prefill  {item.full.text.strip()}", markup=False, highlight=False)

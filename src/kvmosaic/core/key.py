@@ -1,0 +1,63 @@
+"""The content address of a chunk, and the fingerprint of the format its KV is stored in."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+import numpy as np
+import xxhash
+
+from kvmosaic.core.errors import ConfigError
+
+HASH_BYTES = 16
+LAYOUT_VERSION = 1
+"""Part of every fingerprint: raise it when the meaning of stored bytes changes."""
+
+HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
+    "xxhash": lambda data: xxhash.xxh3_128_digest(data),
+    "sha256": lambda data: hashlib.sha256(data).digest()[:HASH_BYTES],
+}
+
+
+def content_hash(tokens: Sequence[int], context: Sequence[int] = (), algorithm: str = "xxhash") -> bytes:
+    """128-bit hash of a chunk's tokens and of the context tokens it was computed after."""
+    if algorithm not in HASH_ALGORITHMS:
+        raise ConfigError(f"unknown hash algorithm {algorithm!r}; choose one of {', '.join(HASH_ALGORITHMS)}")
+    # The context's length goes first, so that moving a token between the two changes the hash.
+    words = np.concatenate([[len(context)], np.asarray(context), np.asarray(tokens)]).astype("<i4")
+    return HASH_ALGORITHMS[algorithm](words.tobytes())
+
+
+def format_fingerprint(**fields: object) -> str:
+    """Short digest of everything that makes stored bytes mean what they mean.
+
+    Two engines exchange entries only when dtype, geometry, rope, sink prefix and layout all agree.
+    """
+    text = json.dumps({"layout": LAYOUT_VERSION, **fields}, sort_keys=True, default=str)
+    return xxhash.xxh3_128_hexdigest(text.encode())[:16]
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """What an entry is found by: its content, for one model, one format and one tenant. No position."""
+
+    content_hash: bytes
+    num_tokens: int
+    model: str
+    fingerprint: str
+    tenant: str = "default"
+
+    def __str__(self) -> str:
+        parts = (self.tenant, self.model, self.fingerprint, self.content_hash.hex(), str(self.num_tokens))
+        return "@".join(quote(part, safe="") for part in parts)
+
+    @classmethod
+    def parse(cls, text: str) -> "ChunkKey":
+        """Inverse of ``str(key)``; raises ``ValueError`` on anything else."""
+        tenant, model, fingerprint, digest, num_tokens = (unquote(part) for part in text.split("@"))
+        key = cls(bytes.fromhex(digest), int(num_tokens), model, fingerprint, tenant)
+        if len(key.content_hash) != HASH_BYTES or str(key) != text:
+            raise ValueError(f"not a chunk key: {text!r}")
+        return key

@@ -1,0 +1,59 @@
+"""A prompt cut into system, chunks and question."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Token positions ``start .. end-1`` of a prompt."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.end)
+
+
+@dataclass(frozen=True)
+class ChunkedPrompt:
+    """A parsed prompt. Tokens in no chunk (system, question, skipped empty chunks) are *fresh*: every
+    request computes them itself, with everything before them in sight."""
+
+    token_ids: tuple[int, ...]
+    chunks: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for span in self.chunks:
+            assert end <= span.start < span.end < len(self.token_ids), "chunks are ordered, non-empty, not last"
+            end = span.end
+
+    @property
+    def system(self) -> Span:
+        """The tokens before the first chunk; empty when the prompt has no chunks."""
+        return Span(0, self.chunks[0].start if self.chunks else 0)
+
+    @property
+    def question(self) -> Span:
+        """The tokens after the last chunk; the whole prompt when it has no chunks."""
+        return Span(self.chunks[-1].end if self.chunks else 0, len(self.token_ids))
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        return sum(len(span) for span in self.chunks)
+
+    def tokens_of(self, span: Span) -> tuple[int, ...]:
+        return self.token_ids[span.start : span.end]
+
+    def fresh_positions(self) -> Iterator[int]:
+        """Positions of all tokens that belong to no chunk, ascending."""
+        start = 0
+        for span in self.chunks:
+            yield from range(start, span.start)
+            start = span.end
+        yield from range(start, len(self.token_ids))

@@ -1,0 +1,57 @@
+"""Moving rotated keys: from the position they were computed at to the position they are used at.
+
+A rotary model turns column pair ``i`` of a key at position ``p`` by ``M(p) = [[c, -s], [s, c]]``, with
+``c, s`` row ``p`` of the model's own table. Moving the key is ``M(new) @ M(old)^-1``: one turn per token
+and pair, made from two rows of that table. Nothing is assumed about how the table came to be, so
+linear, NTK, llama3, YaRN and longrope scaling, a scale folded into the table (mscale), tables rounded
+to half precision, and tables that change with the sequence length all move exactly.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class CosSin(NamedTuple):
+    """Rows of a rotary table at some positions: each ``[tokens, pairs]``, fp32."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RotaryColumns:
+    """Which columns of a cached row rotate: ``width`` columns from ``start`` of its K (or, for MLA, V) part."""
+
+    part: str
+    start: int
+    width: int
+    interleaved: bool
+    """Pairs are neighbours ``(0, 1), (2, 3), …`` instead of halves ``(0, w/2), (1, w/2 + 1), …``."""
+
+    def __post_init__(self) -> None:
+        assert self.part in ("k", "v")
+        assert self.width % 2 == 0
+
+
+def rotation_between(old: CosSin, new: CosSin) -> CosSin:
+    """The turn that takes keys from the ``old`` rows to the ``new`` rows, per token and pair."""
+    norm = old.cos.square() + old.sin.square()
+    cos = (new.cos * old.cos + new.sin * old.sin) / norm
+    sin = (new.sin * old.cos - new.cos * old.sin) / norm
+    return CosSin(cos, sin)
+
+
+def rotate_(rows: torch.Tensor, turn: CosSin, columns: RotaryColumns) -> None:
+    """Turn ``rows`` ``[..., tokens, dim]`` in place; the arithmetic is fp32 whatever their dtype."""
+    active = rows[..., columns.start : columns.start + columns.width]
+    if columns.interleaved:
+        first, second = active[..., 0::2], active[..., 1::2]
+    else:
+        first, second = active[..., : columns.width // 2], active[..., columns.width // 2 :]
+    a, b = first.float(), second.float()
+    turned = a * turn.cos
+    turned.addcmul_(b, turn.sin, value=-1)
+    second.copy_((b * turn.cos).addcmul_(a, turn.sin))
+    first.copy_(turned)

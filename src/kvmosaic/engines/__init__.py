@@ -1,0 +1,1 @@
+"""Engines that serve prompts with reused chunks."""

@@ -1,0 +1,273 @@
+"""``LLM``: parse, look up, fill, remap, blend, prefill, decode — for a transformers model in this process."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvmosaic.blend import policy_for_ratio
+from kvmosaic.core.config import ChunkCacheConfig, load_config
+from kvmosaic.core.errors import ConfigError, PromptError, UnsupportedModelError
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.engines.chunk_cache import ChunkCache
+from kvmosaic.engines.hf.model import HFModel, max_positions
+from kvmosaic.engines.hf.plain import Decoded, plain_generate
+from kvmosaic.engines.hf.request_kv import RequestKV
+from kvmosaic.engines.hf.sampling import Sampler, SamplingParams, stop_ids
+from kvmosaic.engines.results import ChunkReport, RequestOutput
+from kvmosaic.models import resolve
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | ChunkedPrompt
+
+
+class Assembled(NamedTuple):
+    """A prompt ready to decode: logits ``[vocab]`` after it, how to go on, and what became of its chunks."""
+
+    logits: torch.Tensor
+    step: Callable[[Sequence[int]], torch.Tensor]
+    """Computes the last of these tokens, all others being cached: logits ``[vocab]`` after it."""
+    reports: tuple[ChunkReport, ...]
+    recomputed: int
+
+
+class LLM:
+    """A causal LM that reuses the KV of documents it has seen.
+
+    ``model`` is a catalog name (``smollm2-135m``), a folder, a hub name, or a loaded model. All other
+    settings are those of :class:`ChunkCacheConfig`; also read from ``KVMOSAIC_*`` and YAML. When the
+    chunk cache cannot work with the model, generation works without it and one warning says why.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config: ChunkCacheConfig = load_config(**settings)
+        policy_for_ratio(self.config.recompute_ratio)
+        if isinstance(model, PreTrainedModel):
+            self.model_name = model.name_or_path or type(model).__name__
+            self.model = model.eval()
+        else:
+            self.model_name = str(model)
+            folder = resolve(str(model))
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = tokenizer
+        self.parser = ChunkTokenParser(tokenizer, self.config.chunk_separator)
+        self.max_positions = max_positions(self.model)
+        self._lock = threading.Lock()
+        self._engine: HFModel | None = None
+        self._chunk_cache: ChunkCache | None = None
+        self._off_reason: str | None = "disabled"
+        if self.config.enable_chunk_cache:
+            self._start_chunk_cache()
+        else:
+            logger.info("the chunk cache is off; pass enable_chunk_cache=True to use it")
+
+    def _start_chunk_cache(self) -> None:
+        try:
+            self._engine = HFModel(self.model)
+        except UnsupportedModelError as error:
+            self._off_reason = f"unsupported model: {error}"
+            logger.warning("the chunk cache is off for %s: %s", self.model_name, error)
+            return
+        self._off_reason = None
+        self._sink = self._sink_tokens()
+        self._fingerprints: dict[str | None, str] = {}
+        self._chunk_cache = ChunkCache(
+            self.config,
+            self.model_name,
+            self._fingerprint,
+            self._sink,
+            self.parser,
+            self._fill,
+        )
+
+    def _sink_tokens(self) -> list[int]:
+        prefix = self.config.sink_prefix
+        if prefix == "none":
+            return []
+        if prefix == "bos":
+            bos = self.model.generation_config.bos_token_id
+            return [] if bos is None else [bos]
+        if self.tokenizer is None:
+            raise ConfigError(f"sink_prefix={prefix!r}: a text needs a tokenizer; use 'bos' or 'none'")
+        return self.tokenizer.encode(prefix, add_special_tokens=False)
+
+    def _fingerprint(self, length: int) -> str:
+        regime = self.engine.regime(length)
+        if regime not in self._fingerprints:
+            self._fingerprints[regime] = self.engine.fingerprint(
+                regime=regime, sink=self._sink, context=self.config.chunk_context
+            )
+        return self._fingerprints[regime]
+
+    def _fill(
+        self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        with self.engine.session():
+            return self.engine.fill(context, chunks, length)
+
+    @property
+    def engine(self) -> HFModel:
+        """The model as the chunk cache uses it."""
+        if self._engine is None:
+            raise ConfigError(f"the chunk cache is off ({self._off_reason}); pass enable_chunk_cache=True")
+        return self._engine
+
+    @property
+    def chunk_cache(self) -> ChunkCache:
+        """The chunk cache: ``get_stats()``, ``clear()``, ``warm(documents)``."""
+        if self._chunk_cache is None:
+            raise ConfigError(f"the chunk cache is off ({self._off_reason}); pass enable_chunk_cache=True")
+        return self._chunk_cache
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt] | ChunkedPrompt,
+        *,
+        max_tokens: int = 128,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        recompute_ratio: float | None = None,
+        use_chunk_cache: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer each prompt, in order. ``use_chunk_cache=False`` is a plain, full prefill."""
+        params = SamplingParams(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
+        ratio = self.config.recompute_ratio if recompute_ratio is None else recompute_ratio
+        policy_for_ratio(ratio)
+        batch = [prompts] if isinstance(prompts, (str, ChunkedPrompt)) else list(prompts)
+        # A bad prompt is refused before any work is done for the good ones.
+        for index, prompt in enumerate(batch):
+            self._check(index, self._parse(prompt), params)
+        with self._lock:
+            return [self._answer(prompt, params, ratio, use_chunk_cache) for prompt in batch]
+
+    def close(self) -> None:
+        """Finish pending writes of the chunk cache."""
+        if self._chunk_cache is not None:
+            self._chunk_cache.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _parse(self, prompt: Prompt) -> ChunkedPrompt:
+        return prompt if isinstance(prompt, ChunkedPrompt) else self.parser.parse(prompt)
+
+    def _check(self, index: int, prompt: ChunkedPrompt, params: SamplingParams) -> None:
+        total = len(prompt.token_ids) + params.max_tokens
+        if self.max_positions is not None and total > self.max_positions:
+            raise PromptError(
+                f"prompt {index}: {len(prompt.token_ids)} tokens + max_tokens {params.max_tokens} exceed the "
+                f"model's {self.max_positions} positions; shorten one of them"
+            )
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if not all(0 <= token < vocabulary for token in prompt.token_ids):
+            raise PromptError(f"prompt {index}: token ids must be between 0 and {vocabulary - 1}")
+
+    def _answer(self, source: Prompt, params: SamplingParams, ratio: float, use_chunk_cache: bool) -> RequestOutput:
+        start = time.perf_counter()
+        prompt = self._parse(source)
+        reason = self._off_reason if use_chunk_cache else "disabled"
+        if reason is None and prompt.chunks and self.engine.regime(len(prompt.token_ids)) is None:
+            reason = "rope-length"
+        reports: tuple[ChunkReport, ...] = ()
+        recomputed = 0
+        if prompt.chunks and reason is None:
+            with self.engine.session():
+                assembled = self.assemble(prompt, ratio, params.max_tokens)
+                decoded = self._decode(prompt, assembled, params, start)
+            reports, recomputed = assembled.reports, assembled.recomputed
+        else:
+            decoded = plain_generate(self.model, prompt.token_ids, params, start)
+        tokens_by_status = Counter[str]()
+        for report in reports:
+            tokens_by_status[report.status] += len(report.span)
+        cached, filled = tokens_by_status["cached"], tokens_by_status["filled"]
+        return RequestOutput(
+            text=self.tokenizer.decode(decoded.tokens, skip_special_tokens=True) if self.tokenizer else "",
+            token_ids=tuple(decoded.tokens),
+            finish_reason="stop" if decoded.tokens[-1] in stop_ids(self.model.generation_config) else "length",
+            mode="fill" if filled else "reuse" if cached else "plain",
+            ttft_ms=decoded.ttft_ms,
+            prompt_tokens=len(prompt.token_ids),
+            cached_tokens=cached,
+            filled_tokens=filled,
+            recomputed_tokens=recomputed,
+            prefilled_tokens=len(prompt.token_ids) - cached - filled,
+            chunks=reports,
+            fallback_reason=reason if prompt.chunks else None,
+        )
+
+    def assemble(self, prompt: ChunkedPrompt, ratio: float, room: int = 0) -> Assembled:
+        """Put the request's KV together: chunks from the store, everything else computed in one pass, with
+        ``room`` tokens left for the answer. Call it inside ``engine.session()``."""
+        engine, length = self.engine, len(prompt.token_ids)
+        context = self._context(prompt)
+        usable = [span for span in prompt.chunks if self._fits(len(context) + len(span))]
+        found = self.chunk_cache.find_or_fill([prompt.tokens_of(span) for span in usable], context, length)
+        kv = RequestKV(engine.format, length + room, self.model.device)
+        reports = {span: ChunkReport(span, "prefilled", None, "too-long") for span in prompt.chunks}
+        filled: set[ChunkKey] = set()
+        for span, (entry, tier, reason) in zip(usable, found, strict=True):
+            engine.remap(entry, kv, span.start, length)
+            if tier is not None:
+                reports[span] = ChunkReport(span, "cached", tier, None)
+            elif entry.key in filled:
+                reports[span] = ChunkReport(span, "cached", "request", None)
+            else:
+                reports[span] = ChunkReport(span, "filled", None, reason)
+                filled.add(entry.key)
+        reused = ChunkedPrompt(prompt.token_ids, tuple(usable))
+        blended = list(policy_for_ratio(ratio)(reused))
+        positions = sorted({*reused.fresh_positions(), *blended})
+        logits = engine.forward([prompt.token_ids[i] for i in positions], positions, kv, length)
+
+        return Assembled(logits, lambda so_far: engine.step(so_far, kv), tuple(reports.values()), len(blended))
+
+    def _context(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
+        if self.config.chunk_context == "system":
+            return prompt.tokens_of(prompt.system)
+        return self.chunk_cache.sink
+
+    def _fits(self, length: int) -> bool:
+        return self.max_positions is None or length <= self.max_positions
+
+    def _decode(self, prompt: ChunkedPrompt, assembled: Assembled, params: SamplingParams, start: float) -> Decoded:
+        """Sample until a stop token or the limit."""
+        sampler = Sampler(params, self.model.generation_config, self.model.device)
+        stops = stop_ids(self.model.generation_config)
+        so_far = list(prompt.token_ids)
+        output: list[int] = []
+        logits, ttft_ms = assembled.logits, 0.0
+        while True:
+            token = sampler.pick(logits, so_far)
+            if not output:
+                ttft_ms = (time.perf_counter() - start) * 1e3
+            output.append(token)
+            so_far.append(token)
+            if token in stops or len(output) == params.max_tokens:
+                return Decoded(output, ttft_ms)
+            logits = assembled.step(so_far)

@@ -1,0 +1,212 @@
+"""A transformers model as the chunk cache needs it: sparse forward, fill, remap."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+import xxhash
+from transformers import Cache, PreTrainedModel
+
+from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat
+from kvmosaic.core.errors import UnsupportedModelError
+from kvmosaic.core.key import format_fingerprint
+from kvmosaic.core.rotation import CosSin, rotation_between
+from kvmosaic.engines.hf.attention import AttentionPlan, active_plan, positional_attention
+from kvmosaic.engines.hf.request_kv import CapturedKV, RequestKV
+from kvmosaic.engines.hf.rotary import LayerRotary, RotaryTable, explain_layer, find_tables, regime_of, rope_switches
+from kvmosaic.kernels.remap import LayerTurn, remap
+
+FILL_BATCH_TOKENS = 4096
+"""Most tokens, padding included, that one fill forward computes."""
+
+KV = tuple[torch.Tensor, torch.Tensor]
+"""K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Longest sequence the model takes, in tokens; ``None`` if it does not say."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if limit is not None and rope.get("rope_type") == "dynamic":
+        return int(limit * rope["factor"])
+    return limit
+
+
+class HFModel:
+    """Wraps a causal LM. Construction measures what it caches and how keys turn, checks the sparse
+    forward against the model itself, and raises :class:`UnsupportedModelError` when reuse would be wrong."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.max_positions = max_positions(model)
+        self._tables = find_tables(model, model.dtype)
+        self.regime = lru_cache(maxsize=4096)(lambda length: regime_of(self._tables, length))
+        self._weights = _sample_weights(model)
+        probe = self._probe_tokens()
+        with torch.inference_mode():
+            expected = model(input_ids=torch.tensor([probe], device=model.device)).logits[0, -1]
+        with self.session():
+            self.format, self._rotary = self._measure(probe)
+            self._verify(probe, expected)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Every forward of one request happens inside a session; the model is untouched outside."""
+        with positional_attention(self.model), torch.inference_mode():
+            for table in self._tables:
+                table.reset()
+            yield
+
+    def fingerprint(self, **fields: object) -> str:
+        """Fingerprint of this model's entries: geometry, rope and (a sample of) the weights themselves."""
+        return format_fingerprint(
+            engine="hf",
+            weights=self._weights,
+            format=self.format,
+            rope=getattr(self.model.config.get_text_config(), "rope_parameters", None),
+            columns=[rotary.columns if rotary else None for rotary in self._rotary],
+            **fields,
+        )
+
+    def forward(self, tokens: Sequence[int], positions: Sequence[int], kv: RequestKV, length: int) -> torch.Tensor:
+        """The sparse forward: compute the tokens at ``positions`` (ascending) of a sequence of ``length``
+        tokens whose other KV is already in ``kv``. Returns the logits ``[vocab]`` after the last of them."""
+        where = torch.tensor(list(positions), device=self.model.device)
+        kv.expect(where, length)
+        return self._run([tokens], where[None], kv, AttentionPlan(where, length))[0, -1]
+
+    def step(self, so_far: Sequence[int], kv: RequestKV) -> torch.Tensor:
+        """Decode: compute the last of ``so_far``; logits ``[vocab]`` after it."""
+        length = len(so_far)
+        # Where longrope changes its table, keys turned by the old one are no good: compute all anew.
+        start = 0 if rope_switches(self._tables, length) else length - 1
+        return self.forward(so_far[start:], range(start, length), kv, length)
+
+    def fill(self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int) -> list[KV]:
+        """Canonical KV of each chunk, computed alone after ``context`` with the rotary tables of a prompt of
+        ``length`` tokens; chunks of similar length share a forward."""
+        results: dict[int, KV] = {}
+        batch: list[int] = []
+
+        def run_batch() -> None:
+            captured = self._capture([[*context, *chunks[index]] for index in batch], VIRTUAL_POS_START, length)
+            for row, index in enumerate(batch):
+                results[index] = captured.row(row, slice(len(context), len(context) + len(chunks[index])))
+            batch.clear()
+
+        for index in sorted(range(len(chunks)), key=lambda index: len(chunks[index])):
+            if batch and (len(context) + len(chunks[index])) * (len(batch) + 1) > FILL_BATCH_TOKENS:
+                run_batch()
+            batch.append(index)
+        if batch:
+            run_batch()
+        return [results[index] for index in range(len(chunks))]
+
+    def remap(self, entry: ChunkKV, kv: RequestKV, position: int, length: int) -> None:
+        """Place ``entry`` at ``position`` of a prompt of ``length`` tokens."""
+        old = range(entry.first_position, entry.first_position + len(entry.tokens))
+        new = range(position, position + len(entry.tokens))
+        turns: dict[RotaryTable, CosSin] = {
+            rotary.table: rotation_between(rotary.table.rows(old, length), rotary.table.rows(new, length))
+            for rotary in {rotary.table: rotary for rotary in self._rotary if rotary}.values()
+        }
+        per_layer = [LayerTurn(rotary.columns, turns[rotary.table]) if rotary else None for rotary in self._rotary]
+        remap(entry, kv.k, kv.v, position, per_layer)
+
+    def _run(
+        self, rows: Sequence[Sequence[int]], positions: torch.Tensor, cache: Cache, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """One forward; ``positions`` is ``[1 or rows, tokens]``. Returns logits ``[rows, 1, vocab]``."""
+        ids = torch.tensor([list(row) for row in rows], device=self.model.device)
+        with active_plan(plan):
+            return self.model(
+                input_ids=ids,
+                position_ids=positions.expand(len(rows), -1),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits
+
+    def _capture(self, rows: Sequence[Sequence[int]], start: int, length: int) -> CapturedKV:
+        """Run rows side by side, each alone, at positions from ``start`` on, and record their KV.
+
+        Rows are padded at the end, where causality keeps the padding out of sight. The last padding token
+        stands at position ``length - 1``: it puts the model's rotary tables into the state they have for
+        a prompt of that length."""
+        width = max(map(len, rows)) + 1
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        positions = torch.arange(start, start + width, device=self.model.device)
+        positions[-1] = max(length - 1, start + width - 2)
+        captured = CapturedKV()
+        plan = AttentionPlan(torch.arange(width, device=self.model.device), width)
+        self._run(padded, positions[None], captured, plan)
+        if plan.calls != len(captured.captured):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not compute its attention through the transformers attention "
+                "interface; chunks cannot be kept apart"
+            )
+        return captured
+
+    def _probe_tokens(self) -> list[int]:
+        count = min(12, (self.max_positions or 64) // 2)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def _measure(self, tokens: Sequence[int]) -> tuple[KVFormat, list[LayerRotary | None]]:
+        """Compute the same tokens at two places and explain what changed, layer by layer."""
+        shift = min(29, (self.max_positions or 64) // 2)
+        old, new = range(len(tokens)), range(shift, shift + len(tokens))
+        try:
+            at_old, at_new = (self._capture([tokens], place.start, new.stop) for place in (old, new))
+        except (TypeError, AttributeError, IndexError, KeyError, ValueError, AssertionError) as error:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not take a cache of our own ({type(error).__name__}: {error}); "
+                "only models that keep nothing but keys and values per token can reuse chunks"
+            ) from error
+        layers = sorted(at_old.captured)
+        shapes = {(k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in at_old.captured.values()}
+        expected = self.model.config.get_text_config().num_hidden_layers
+        if layers != list(range(expected)) or len(shapes) != 1:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} caches {len(layers)} of {expected} layers in {len(shapes)} shapes; "
+                "every layer must cache keys and values of one shape"
+            )
+        heads, k_dim, v_dim, dtype = shapes.pop()
+        inside = slice(0, len(tokens))
+        before, after = at_old.row(0, inside), at_new.row(0, inside)
+        rotary = [
+            explain_layer(
+                layer,
+                (before[0][:, layer], before[1][:, layer]),
+                (after[0][:, layer], after[1][:, layer]),
+                old,
+                new,
+                self._tables,
+            )
+            for layer in layers
+        ]
+        return KVFormat(len(layers), heads, k_dim, v_dim, dtype), rotary
+
+    def _verify(self, tokens: Sequence[int], expected: torch.Tensor) -> None:
+        """A sparse forward of everything, over a cache of rubbish, must give what the model gives."""
+        kv = RequestKV(self.format, len(tokens), self.model.device)
+        kv.k.normal_()
+        kv.v.normal_()
+        ours = self.forward(tokens, range(len(tokens)), kv, len(tokens))
+        difference = float((ours.float() - expected.float()).norm() / expected.float().norm())
+        if not difference < (1e-3 if self.format.dtype == torch.float32 else 5e-2):
+            raise UnsupportedModelError(
+                f"a full recompute differs from a plain prefill by {difference:.1%}; reuse would change its answers"
+            )
+
+
+def _sample_weights(model: PreTrainedModel) -> str:
+    """Digest of a few values of every weight, so that another fine-tune of the same shape gets other keys."""
+    digest = xxhash.xxh3_64()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)].float().cpu().contiguous()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()

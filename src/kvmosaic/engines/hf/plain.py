@@ -1,0 +1,61 @@
+"""Ordinary generation: transformers itself, with a clock. What requests without chunks get, and the baseline."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from kvmosaic.engines.hf.rotary import find_tables
+from kvmosaic.engines.hf.sampling import SamplingParams
+
+
+class Decoded(NamedTuple):
+    """Generated tokens, and milliseconds until the first."""
+
+    tokens: list[int]
+    ttft_ms: float
+
+
+class _Clock(BaseStreamer):
+    """Notes when the first token comes. Transformers streams the prompt first, then every new token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def plain_generate(model: PreTrainedModel, tokens: Sequence[int], params: SamplingParams, start: float) -> Decoded:
+    """Answer with a full prefill and the model's own ``generate``; ``start`` is when the request came in."""
+    for table in find_tables(model, model.dtype):
+        table.reset()
+    options: dict[str, Any] = {
+        name: value
+        for name in ("top_p", "top_k", "repetition_penalty")
+        if (value := getattr(params, name)) is not None
+    }
+    if params.temperature is not None:
+        options["do_sample"] = params.temperature > 0
+        if params.temperature > 0:
+            options["temperature"] = params.temperature
+    ids = torch.tensor([list(tokens)], device=model.device)
+    clock = _Clock()
+    with torch.random.fork_rng(enabled=params.seed is not None):
+        if params.seed is not None:
+            torch.manual_seed(params.seed)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=params.max_tokens,
+            num_beams=1,
+            streamer=clock,
+            **options,
+        )
+    return Decoded(output[0, len(tokens) :].tolist(), (clock.times[1] - start) * 1e3)

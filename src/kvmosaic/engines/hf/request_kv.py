@@ -1,0 +1,66 @@
+"""KV caches handed to a transformers model in place of its own."""
+
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from kvmosaic.core.entry import KVFormat
+
+
+class RequestKV(Cache):
+    """The KV of one request, at its true positions: remapped chunks plus what the model computes.
+
+    ``k`` is ``[layers, heads, capacity, k_dim]``, ``v`` ``[layers, heads, capacity, v_dim]``. Before a
+    forward, :meth:`expect` says which positions its rows have; each layer's rows are written there
+    *before* attention reads, so a token sees fresh keys where there are any and reused ones elsewhere.
+    """
+
+    def __init__(self, kv_format: KVFormat, capacity: int, device: torch.device) -> None:
+        super().__init__(layers=[])
+        shape = (kv_format.layers, kv_format.heads, capacity)
+        self.k = torch.empty(*shape, kv_format.k_dim, dtype=kv_format.dtype, device=device)
+        self.v = torch.empty(*shape, kv_format.v_dim, dtype=kv_format.dtype, device=device)
+        self._positions = torch.empty(0, dtype=torch.long, device=device)
+        self._length = 0
+
+    def expect(self, positions: torch.Tensor, length: int) -> None:
+        """The next forward computes rows at ``positions`` and may see positions below ``length``."""
+        assert length <= self.k.shape[2]
+        self._positions, self._length = positions, length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self.k[layer_idx], self.v[layer_idx]
+        k.index_copy_(1, self._positions, key_states[0])
+        v.index_copy_(1, self._positions, value_states[0])
+        return k[None, :, : self._length], v[None, :, : self._length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
+
+
+class CapturedKV(Cache):
+    """Records what a model would cache, layer by layer, for rows that see only themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.captured[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def row(self, index: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one batch row, ``[heads, layers, tokens, dim]`` each."""
+        k, v = (
+            torch.stack([self.captured[layer][part][index, :, tokens] for layer in sorted(self.captured)], dim=1)
+            for part in (0, 1)
+        )
+        return k, v

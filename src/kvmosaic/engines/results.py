@@ -1,0 +1,40 @@
+"""What a request gives back, in any engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvmosaic.core.prompt import Span
+
+
+@dataclass(frozen=True)
+class ChunkReport:
+    """What happened to one chunk of a prompt."""
+
+    span: Span
+    status: Literal["cached", "filled", "prefilled"]
+    """Found in the store, computed alone and stored, or computed as ordinary text of this request."""
+    tier: str | None
+    """Where it was found, when cached."""
+    reason: str | None
+    """Why it was not found, otherwise."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One answer. Token counts: ``prompt = cached + filled + prefilled``; recomputed ones are among the first two."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    mode: Literal["plain", "fill", "reuse"]
+    """Ordinary generation; some chunks were filled first; every chunk came from the store."""
+    ttft_ms: float
+    """From handing in the prompt to having the first token, in milliseconds."""
+    prompt_tokens: int
+    cached_tokens: int
+    filled_tokens: int
+    recomputed_tokens: int
+    prefilled_tokens: int
+    chunks: tuple[ChunkReport, ...]
+    fallback_reason: str | None = None
+    """Why a prompt with chunks was served by ordinary generation."""

@@ -1,0 +1,38 @@
+"""Copy an entry to its place in a request: change layout, turn the rotary columns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.rotation import CosSin, RotaryColumns, rotate_
+
+
+@dataclass(frozen=True)
+class LayerTurn:
+    """How the keys of one layer turn on their way; ``None`` in a list of these means they do not."""
+
+    columns: RotaryColumns
+    turn: CosSin
+
+
+def remap(
+    entry: ChunkKV,
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+    position: int,
+    turns: Sequence[LayerTurn | None],
+) -> None:
+    """Write ``entry`` into ``k_out`` ``[layers, heads, capacity, k_dim]`` and ``v_out``
+    ``[layers, heads, capacity, v_dim]`` from ``position`` on; ``turns`` has one item per layer."""
+    assert len(turns) == entry.format.layers == k_out.shape[0]
+    end = position + len(entry.tokens)
+    assert 0 <= position < end <= k_out.shape[2]
+    # Layer by layer, so that on a CPU the rows just copied are turned while they are still in cache.
+    for layer, layer_turn in enumerate(turns):
+        rows = {"k": k_out[layer, :, position:end], "v": v_out[layer, :, position:end]}
+        rows["k"].copy_(entry.k[:, layer])
+        rows["v"].copy_(entry.v[:, layer])
+        if layer_turn is not None:
+            rotate_(rows[layer_turn.columns.part], layer_turn.turn, layer_turn.columns)

@@ -1,0 +1,6 @@
+"""Real weights without a model hub: small language models taken out of ordinary packages."""
+
+from kvmosaic.models.catalog import CATALOG, ModelSource
+from kvmosaic.models.local import installed, models_dir, pull, resolve
+
+__all__ = ["CATALOG", "ModelSource", "installed", "models_dir", "pull", "resolve"]

@@ -1,0 +1,77 @@
+"""Models on this machine: pull one, find one."""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import platformdirs
+
+from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.models.catalog import CATALOG
+from kvmosaic.models.convert import convert
+from kvmosaic.models.download import fetch_gguf
+
+_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+_ABANDONED_AFTER_S = 24 * 3600
+
+_log = logging.getLogger(__name__)
+
+
+def models_dir() -> Path:
+    """The folder of all pulled models; the environment variable KVMOSAIC_MODELS_DIR moves it."""
+    chosen = os.environ.get("KVMOSAIC_MODELS_DIR")
+    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("kvmosaic")) / "models"
+
+
+def installed() -> dict[str, Path]:
+    """The catalog models that are on this machine, with their folders."""
+    return {name: models_dir() / name for name in CATALOG if _complete(models_dir() / name)}
+
+
+def resolve(model: str) -> str:
+    """What to give a model loader: a catalog name becomes its folder, all else stays as it is."""
+    return str(pull(model)) if model in CATALOG else model
+
+
+def pull(name: str, progress: Callable[[str], None] = _log.info) -> Path:
+    """Make sure a catalog model is on this machine and return its Hugging Face folder."""
+    if name not in CATALOG:
+        raise KvmosaicError(f"Unknown model {name!r}; known models: {', '.join(CATALOG)}.")
+    target = models_dir() / name
+    if _complete(target):
+        return target
+    if missing := [module for module in ("transformers", "accelerate", "gguf") if find_spec(module) is None]:
+        raise KvmosaicError(f"Converting {name} needs {', '.join(missing)}; pip install 'kvmosaic[hf]'.")
+    source = CATALOG[name]
+    models_dir().mkdir(parents=True, exist_ok=True)
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=models_dir()) as scratch:
+        gguf, folder = Path(scratch, "model.gguf"), Path(scratch, "folder")
+        progress(f"downloading {name} ({source.params / 1e6:.0f} M parameters, {source.licence})")
+        fetch_gguf(name, source, gguf)
+        progress(f"converting {name}")
+        convert(gguf, folder)
+        try:
+            folder.rename(target)
+        except OSError as error:
+            # Another process that pulled at the same time may have been first: its folder is as good.
+            if not _complete(target):
+                raise KvmosaicError(f"Cannot put {name} at {target} ({error.strerror}); delete it.") from error
+    progress(f"{name} is at {target}")
+    return target
+
+
+def _complete(folder: Path) -> bool:
+    return all((folder / file).is_file() for file in _FILES)
+
+
+def _sweep() -> None:
+    """Delete what killed pulls left behind; a recent folder may belong to a pull still running."""
+    for leftover in models_dir().glob(".pull-*"):
+        if time.time() - leftover.stat().st_mtime > _ABANDONED_AFTER_S:
+            shutil.rmtree(leftover, ignore_errors=True)

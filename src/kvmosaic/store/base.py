@@ -1,0 +1,90 @@
+"""What a tier is, and what a lookup answers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.core.key import ChunkKey
+
+
+class MissReason(str, Enum):
+    """Why a lookup found nothing."""
+
+    NEW = "new"
+    """Never stored, as far as this process knows."""
+    EVICTED = "evicted"
+    """This process had it and evicted it."""
+    CORRUPT = "corrupt"
+    """A stored copy failed its checks and was set aside."""
+    COLLISION = "collision"
+    """The key is there, but for other tokens."""
+    ERROR = "error"
+    """A tier failed, so nobody knows."""
+
+
+class LookupResult(NamedTuple):
+    """An entry and the tier it was found in, or the reason it was not."""
+
+    entry: ChunkKV | None
+    tier: str | None
+    reason: MissReason | None
+
+
+class EntryInfo(NamedTuple):
+    """One stored entry; ``tier`` is the fastest one that holds it, ``nbytes`` what it takes there."""
+
+    key: ChunkKey
+    nbytes: int
+    tier: str
+    pinned: bool
+
+
+class CorruptEntryError(KvmosaicError):
+    """A stored copy is not what was put; it is never served."""
+
+
+class Tier(ABC):
+    """A place entries live.
+
+    A tier only stores. What to evict, promote or demote is the manager's business, so a tier is these
+    few methods, each called from several threads at once. Any of them may raise ``OSError``: the
+    manager counts it, logs it once and goes on with the other tiers.
+    """
+
+    name: str
+    capacity: int | None
+    """Byte budget the manager keeps this tier within; ``None`` for a tier that looks after itself."""
+    set_aside: int = 0
+    """Stored copies that failed their checks so far."""
+
+    @abstractmethod
+    def size(self, key: ChunkKey) -> int | None:
+        """Bytes the stored copy takes; ``None`` when there is none. Asked of the place itself, which
+        another process may be changing, and without reading the entry."""
+
+    @abstractmethod
+    def get(self, key: ChunkKey) -> ChunkKV | None:
+        """The entry as it was put, or ``None``. Raises :class:`CorruptEntryError` when the stored copy
+        fails its checks, after seeing to it that it is not met again."""
+
+    @abstractmethod
+    def nbytes(self, entry: ChunkKV) -> int:
+        """Bytes to make room for before ``put``: never less than the copy will take."""
+
+    @abstractmethod
+    def put(self, entry: ChunkKV) -> int:
+        """Store an entry, all of it or nothing; the bytes it now takes."""
+
+    @abstractmethod
+    def delete(self, key: ChunkKey) -> None:
+        """Drop an entry; one that is not there is no error."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[EntryInfo]:
+        """Every entry that is there, oldest first (``pinned`` is always false: a tier knows no pins)."""
+
+    def close(self) -> None:  # noqa: B027 - most tiers hold nothing that needs closing
+        """Let go of connections and the like. Entries stay."""

@@ -1,0 +1,82 @@
+"""What this process knows about every key: where it is, how large, how often pinned."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kvmosaic.core.key import ChunkKey
+
+REMEMBERED_EVICTIONS = 100_000
+
+
+@dataclass(slots=True)
+class IndexRecord:
+    """Where one entry is held."""
+
+    nbytes: dict[str, int] = field(default_factory=dict)
+    """Bytes it takes, by name of the tier."""
+
+
+class ChunkHashIndex:
+    """Maps a :class:`ChunkKey` to its record; every operation on one key is O(1). Takes no lock."""
+
+    def __init__(self) -> None:
+        self.pins: dict[ChunkKey, int] = {}
+        """How many times each pinned key is pinned. A key can be pinned before it is stored."""
+        self._records: dict[ChunkKey, IndexRecord] = {}
+        self._evicted: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[tuple[ChunkKey, IndexRecord]]:
+        return iter(self._records.items())
+
+    def lookup(self, key: ChunkKey) -> IndexRecord | None:
+        """The record of ``key``, or ``None`` when no tier is known to hold it."""
+        return self._records.get(key)
+
+    def holds(self, key: ChunkKey, tier: str) -> bool:
+        """Whether ``tier`` is known to hold ``key``."""
+        record = self._records.get(key)
+        return record is not None and tier in record.nbytes
+
+    def insert(self, key: ChunkKey, tier: str, nbytes: int) -> None:
+        """Note that ``tier`` holds ``key`` and that it takes ``nbytes`` there."""
+        self._records.setdefault(key, IndexRecord()).nbytes[tier] = nbytes
+        self._evicted.pop(key, None)
+
+    def remove(self, key: ChunkKey, tier: str, evicted: bool = False) -> None:
+        """Note that ``tier`` no longer holds ``key``, and remember for a while if that was an eviction."""
+        record = self._records.get(key)
+        if record is None:
+            return
+        record.nbytes.pop(tier, None)
+        if record.nbytes:
+            return
+        del self._records[key]
+        if evicted:
+            self._evicted[key] = None
+            if len(self._evicted) > REMEMBERED_EVICTIONS:
+                self._evicted.popitem(last=False)
+
+    def was_evicted(self, key: ChunkKey) -> bool:
+        """Whether the last copy of ``key`` was evicted, as far as is remembered."""
+        return key in self._evicted
+
+    def pin(self, keys: Iterable[ChunkKey]) -> None:
+        """Pin each key once more."""
+        for key in keys:
+            self.pins[key] = self.pins.get(key, 0) + 1
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> None:
+        """Undo one :meth:`pin` of each key."""
+        for key in keys:
+            self.pins[key] -= 1
+            if self.pins[key] == 0:
+                del self.pins[key]
+
+    def clear(self) -> None:
+        """Forget all records. Pins stay: whoever holds them will release them."""
+        self._records.clear()
+        self._evicted.clear()

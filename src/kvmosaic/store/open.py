@@ -1,0 +1,27 @@
+"""Builds the store a configuration asks for."""
+
+import logging
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.store.base import Tier
+from kvmosaic.store.manager import ChunkStorageManager
+from kvmosaic.store.tiers.disk import DiskTier
+from kvmosaic.store.tiers.host import HostTier
+
+logger = logging.getLogger(__name__)
+
+
+def open_store(config: ChunkCacheConfig) -> ChunkStorageManager:
+    """A store with a host tier and, when ``disk_path`` is set and usable, a disk tier below it."""
+    tiers: list[Tier] = [HostTier(config.host_memory)]
+    if config.disk_path is not None:
+        try:
+            tiers.append(DiskTier(config.disk_path.expanduser(), config.disk_space))
+        except OSError as error:
+            logger.warning(
+                "no disk tier: cannot use disk_path=%s (%s); entries live in memory only until it names a "
+                "directory that can be created and read",
+                config.disk_path,
+                error,
+            )
+    return ChunkStorageManager(tiers)

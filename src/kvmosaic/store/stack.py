@@ -1,0 +1,174 @@
+"""Moves entries between tiers: into the budget of each, up when used, down when evicted."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store.base import CorruptEntryError, MissReason, Tier
+from kvmosaic.store.eviction import S3Fifo
+from kvmosaic.store.index import ChunkHashIndex
+from kvmosaic.store.writer import BackgroundWriter
+
+logger = logging.getLogger(__name__)
+
+
+class TierStack:
+    """Tiers from fast to slow (a *level* is the place in that order), each kept within its budget.
+
+    A tier that fails is counted and logged once, then again only after it worked in between; the others
+    carry on, and no exception gets out.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = list(tiers)
+        self.index = ChunkHashIndex()
+        self.policies = {t.name: S3Fifo[ChunkKey](t.capacity) for t in tiers if t.capacity is not None}
+        self.counts: Counter[str] = Counter()
+        self.lock = threading.RLock()
+        """Guards index, policies and counters. Not held while a slower tier reads or writes an entry.
+        Order: this lock, then the writer's."""
+        self.writer = BackgroundWriter(self._write_through)
+        self._failing: set[tuple[str, str]] = set()
+        for level, tier in enumerate(self.tiers):
+            for info in tier.scan():
+                self._adopt(level, info.key, info.nbytes)
+
+    def size(self, level: int, key: ChunkKey) -> int | None:
+        """Bytes ``key`` takes at ``level`` now, or ``None``. A tier that fails counts as not having it."""
+        try:
+            return self.tiers[level].size(key)
+        except OSError as error:
+            self._complain(self.tiers[level], "read", error)
+            return None
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether ``key`` is in some tier, or on its way to one."""
+        # In the order entries move, so that one on the move is not missed.
+        if self.size(0, key) is not None or self.writer.get(key) is not None:
+            return True
+        return any(self.size(level, key) is not None for level in range(1, len(self.tiers)))
+
+    def read(self, level: int, key: ChunkKey) -> tuple[ChunkKV | None, MissReason | None]:
+        """The entry of ``key`` at ``level``, or what went wrong if anything did."""
+        tier = self.tiers[level]
+        try:
+            entry = tier.get(key)
+        except CorruptEntryError:
+            self._forget(level, key)
+            return None, MissReason.CORRUPT
+        except OSError as error:
+            self._complain(tier, "read", error)
+            return None, MissReason.ERROR
+        self._failing.discard((tier.name, "read"))
+        if entry is None and level == 0:
+            entry = self.writer.get(key)
+        if entry is None and self.index.holds(key, tier.name):
+            self._forget(level, key)
+        return entry, None
+
+    def promote(self, level: int, entry: ChunkKV) -> None:
+        """Copy an entry found at ``level`` to the faster tiers."""
+        with self.lock:
+            size = self.size(level, entry.key)
+            if size is not None:  # maybe written by another process, so that it is news here
+                self._adopt(level, entry.key, size)
+            if self.size(0, entry.key) is None and self.place(entry):
+                self.counts["promotions"] += 1
+        if level > 1:
+            self.writer.add(entry, level=1)
+        self.writer.wait_for_room()
+
+    def place(self, entry: ChunkKV) -> bool:
+        """Store an entry in the fastest tier, if it fits. The lock is held."""
+        if not self._make_room(0, self.tiers[0].nbytes(entry)):
+            return False
+        self._adopt(0, entry.key, self.tiers[0].put(entry))
+        return True
+
+    def clear(self) -> None:
+        """Delete everything from every tier, known or not."""
+        self.writer.discard()
+        with self.lock:
+            for tier in self.tiers:
+                for info in list(tier.scan()):
+                    self._delete(tier, info.key)
+                if tier.capacity is not None:
+                    self.policies[tier.name] = S3Fifo(tier.capacity)
+            self.index.clear()
+
+    def _write_through(self, entry: ChunkKV, first: int) -> None:
+        """Store an entry in every tier from level ``first`` on that lacks it. Runs in the writer's thread."""
+        for level, tier in list(enumerate(self.tiers))[first:]:
+            size = self.size(level, entry.key)  # another process may have written it
+            if size is None:
+                with self.lock:
+                    if not self._make_room(level, tier.nbytes(entry)):
+                        continue
+                try:
+                    size = tier.put(entry)
+                except OSError as error:
+                    with self.lock:
+                        self.counts["write_errors"] += 1
+                    self._complain(tier, "write", error)
+                    continue
+                self._failing.discard((tier.name, "write"))
+            with self.lock:
+                self._adopt(level, entry.key, size)
+
+    def _adopt(self, level: int, key: ChunkKey, nbytes: int) -> None:
+        """Take an entry that is in a tier into account."""
+        tier = self.tiers[level]
+        if self.index.holds(key, tier.name):
+            return
+        self.index.insert(key, tier.name, nbytes)
+        policy = self.policies.get(tier.name)
+        if policy is not None:
+            policy.add(key, nbytes)
+            self._make_room(level, 0)  # what another process wrote may be more than fits
+
+    def _forget(self, level: int, key: ChunkKey) -> None:
+        """Stop counting an entry that vanished, unless it is back by now."""
+        name = self.tiers[level].name
+        with self.lock:
+            if self.size(level, key) is None:
+                self.index.remove(key, name)
+                if name in self.policies:
+                    self.policies[name].remove(key)
+
+    def _make_room(self, level: int, nbytes: int) -> bool:
+        policy = self.policies.get(self.tiers[level].name)
+        victims = policy.make_room(nbytes, self.index.pins) if policy is not None else []
+        for key in victims or ():
+            self._evict(level, key)
+        return victims is not None
+
+    def _evict(self, level: int, key: ChunkKey) -> None:
+        tier = self.tiers[level]
+        below = level + 1
+        if below < len(self.tiers) and self.writer.get(key) is None and self.size(below, key) is None:
+            entry, _ = self.read(level, key)
+            if entry is not None:
+                self.counts["demotions"] += 1
+                self.writer.add(entry, below)
+        self._delete(tier, key)
+        self.index.remove(key, tier.name, evicted=True)
+        self.counts["evictions"] += 1
+
+    def _delete(self, tier: Tier, key: ChunkKey) -> None:
+        try:
+            tier.delete(key)
+        except OSError as error:
+            self._complain(tier, "delete", error)
+
+    def _complain(self, tier: Tier, action: str, error: OSError) -> None:
+        if (tier.name, action) not in self._failing:
+            self._failing.add((tier.name, action))
+            logger.warning(
+                "the %s tier failed to %s (%s); going on without it for now, check its space and permissions",
+                tier.name,
+                action,
+                error,
+            )

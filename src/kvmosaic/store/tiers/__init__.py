@@ -1,0 +1,1 @@
+"""The places entries live."""

@@ -1,0 +1,21 @@
+"""Shared fixtures: the real small model, its tokenizer, and engines made the public way."""
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvmosaic.models import resolve
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder():
+    return resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_folder):
+    return AutoTokenizer.from_pretrained(smollm2_folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder):
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder).eval()

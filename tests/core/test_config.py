@@ -1,0 +1,54 @@
+"""Settings: keyword, environment, YAML, default; one-line errors."""
+
+import pytest
+
+from kvmosaic.core.config import load_config
+from kvmosaic.core.errors import ConfigError
+
+
+def test_defaults():
+    config = load_config()
+    assert (config.enable_chunk_cache, config.chunk_separator, config.chunk_hash_algorithm) == (
+        False,
+        " # # ",
+        "xxhash",
+    )
+
+
+def test_precedence(monkeypatch, tmp_path):
+    file = tmp_path / "kvmosaic.yaml"
+    file.write_text("chunk_separator: from-yaml\nhost_memory: 1GiB\ntenant: yaml\n")
+    monkeypatch.setenv("KVMOSAIC_CONFIG", str(file))
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SEPARATOR", "from-env")
+    config = load_config(tenant="keyword")
+    assert (config.tenant, config.chunk_separator, config.host_memory) == ("keyword", "from-env", 2**30)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chunk_hash_algorithm": "md5"},
+        {"recompute_ratio": 1.5},
+        {"host_memory": "many"},
+        {"chunk_separator": ""},
+        {"no_such_setting": 1},
+        {"chunk_context": "everything"},
+        {"tenant": ""},
+    ],
+)
+def test_wrong_settings_are_one_line_that_names_them(settings):
+    with pytest.raises(ConfigError) as error:
+        load_config(**settings)
+    assert next(iter(settings)) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_yaml_file(monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_CONFIG", "/nowhere/at.yaml")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config()
+
+
+def test_frozen():
+    with pytest.raises(Exception, match="frozen"):
+        load_config().tenant = "other"

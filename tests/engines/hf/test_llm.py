@@ -1,0 +1,244 @@
+"""The public class: what it reports, what it falls back to, what it refuses."""
+
+import logging
+import random
+
+import pytest
+import torch
+
+from kvmosaic.core.errors import ConfigError, PromptError
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.hf import LLM
+from tests.engines.hf.tiny import UNSUPPORTED, make
+
+TOKENS = [random.Random(5).randrange(3, 300) for _ in range(400)]
+
+
+def prompt(*sizes):
+    """A prompt of parts of these sizes: system, chunks, question; equal sizes make equal parts."""
+    tokens, spans = [], []
+    for size in sizes:
+        spans.append(Span(len(tokens), len(tokens) + size))
+        tokens += TOKENS[size : 2 * size]
+    return ChunkedPrompt(tuple(tokens), tuple(spans[1:-1]))
+
+
+@pytest.fixture
+def llm():
+    with LLM(make("llama"), enable_chunk_cache=True) as engine:
+        yield engine
+
+
+def test_counts_and_reasons(llm):
+    [first, second] = llm.generate([prompt(3, 20, 30, 20, 5), prompt(9, 30, 20, 11, 7)], max_tokens=2)
+    assert [chunk.status for chunk in first.chunks] == ["filled", "filled", "cached"]  # the third repeats the first
+    assert [chunk.reason for chunk in first.chunks] == ["new", "new", None]
+    assert (first.mode, first.cached_tokens, first.filled_tokens, first.prefilled_tokens) == ("fill", 20, 50, 8)
+    assert [chunk.tier for chunk in second.chunks] == ["host", "host", None]
+    assert (second.cached_tokens, second.filled_tokens, second.prefilled_tokens) == (50, 11, 16)
+    [third] = llm.generate([prompt(4, 11, 30, 6)], max_tokens=2, recompute_ratio=1.0)
+    assert (third.mode, third.recomputed_tokens, third.cached_tokens) == ("reuse", 41, 41)
+    stats = llm.chunk_cache.get_stats()
+    assert (stats["cache_hits"], stats["cache_misses"], stats["total_chunks"]) == (4, 3, 3)
+    assert stats["hit_rate"] == pytest.approx(4 / 7)
+    assert stats["current_memory_mb"] > 0
+
+
+def test_clear_and_warm(smollm2, tokenizer):
+    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+    assert llm.chunk_cache.warm(["The ferry leaves at six.", "The library opens at ten."]) == 2
+    assert llm.chunk_cache.warm(["The ferry leaves at six."]) == 0
+    text = "Be brief. # # The library opens at ten. # # The ferry leaves at six. # # When does the library open?"
+    [output] = llm.generate(text, max_tokens=4, temperature=0)
+    assert output.mode == "reuse"
+    llm.chunk_cache.clear()
+    assert llm.chunk_cache.get_stats()["total_chunks"] == 0
+    [output] = llm.generate(text, max_tokens=4, temperature=0)
+    assert output.mode == "fill"
+
+
+def test_off_unless_asked_for():
+    llm = LLM(make("llama"))
+    [output] = llm.generate([prompt(3, 20, 5)], max_tokens=2)
+    assert (output.mode, output.fallback_reason) == ("plain", "disabled")
+    with pytest.raises(ConfigError, match="enable_chunk_cache=True"):
+        _ = llm.chunk_cache
+
+
+def test_prompts_without_chunks_are_ordinary(llm):
+    [output] = llm.generate([TOKENS[:30]], max_tokens=2)
+    assert (output.mode, output.fallback_reason, output.prefilled_tokens) == ("plain", None, 30)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_models_generate_without_the_cache(name, caplog):
+    model = make(name)
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(model, enable_chunk_cache=True)
+    [line] = [record.message for record in caplog.records if record.name.startswith("kvmosaic")]
+    assert "the chunk cache is off" in line
+    assert "\n" not in line
+    [output] = llm.generate([prompt(3, 20, 5)], max_tokens=3, temperature=0)
+    wanted = model.generate(torch.tensor([prompt(3, 20, 5).token_ids]), max_new_tokens=3, do_sample=False)
+    assert list(output.token_ids) == wanted[0, 28:].tolist()
+    assert output.fallback_reason.startswith("unsupported model")
+
+
+def test_dynamic_rope_beyond_its_limit_is_served_plainly():
+    llm = LLM(make("llama-dynamic"), enable_chunk_cache=True)
+    [short, long] = llm.generate([prompt(3, 20, 5), prompt(3, 20, 70, 5)], max_tokens=2)
+    assert (short.mode, long.mode, long.fallback_reason) == ("fill", "plain", "rope-length")
+
+
+def test_longrope_keeps_short_and_long_entries_apart():
+    llm = LLM(make("phi3-longrope"), enable_chunk_cache=True)
+    modes = [
+        llm.generate([p], max_tokens=2)[0].mode for p in (prompt(3, 20, 5), prompt(3, 20, 70), prompt(9, 20, 71))
+    ]
+    assert modes == ["fill", "fill", "reuse"]
+
+
+def test_a_chunk_longer_than_the_model_can_take_alone_is_prefilled():
+    """With its sink prefix it would not fit; inside this prompt it does."""
+    model = make("llama")
+    llm = LLM(model, enable_chunk_cache=True)
+    llm.max_positions = model.config.max_position_embeddings = 60
+    [output] = llm.generate([ChunkedPrompt(tuple(TOKENS[:58]), (Span(0, 0 + 57),))], max_tokens=1)
+    assert output.mode == "fill"
+    llm.max_positions = 57
+    with pytest.raises(PromptError):
+        llm.generate([ChunkedPrompt(tuple(TOKENS[:58]), (Span(0, 57),))], max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([[]], "empty"),
+        (["text"], "no tokenizer"),
+        ([list(range(3)) * 300], "exceed the model's 512 positions"),
+        ([[1, 2, 300]], "between 0 and 299"),
+        ([[1, -2, 3]], "between 0 and 299"),
+    ],
+)
+def test_bad_prompts_are_one_line_and_lose_nothing(llm, bad, message):
+    llm.generate([prompt(3, 20, 5)], max_tokens=1)
+    with pytest.raises(PromptError, match=message) as error:
+        llm.generate([prompt(3, 30, 5), *bad], max_tokens=2)
+    assert "\n" not in str(error.value)
+    assert llm.chunk_cache.get_stats()["total_chunks"] == 1  # nothing lost, nothing half done
+    assert llm.generate([prompt(3, 20, 5)], max_tokens=1)[0].mode == "reuse"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+        {"recompute_ratio": 0.5},
+    ],
+)
+def test_bad_parameters(llm, bad):
+    with pytest.raises((PromptError, ConfigError)) as error:
+        llm.generate([prompt(3, 20, 5)], **bad)
+    assert next(iter(bad)) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"recompute_ratio": 0.5}, {"chunk_hash_algorithm": "md5"}, {"sink_prefix": "a text"}]
+)
+def test_bad_settings(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        LLM(make("llama"), enable_chunk_cache=True, **bad)
+
+
+def test_sampling_is_reproducible_and_honours_the_models_settings(llm):
+    p = prompt(3, 20, 5)
+
+    def tokens(**kw):
+        return llm.generate([p], max_tokens=8, **kw)[0].token_ids
+
+    assert tokens(temperature=1.0, seed=1) == tokens(temperature=1.0, seed=1)
+    assert len({tokens(temperature=5.0, seed=seed) for seed in range(5)}) > 1
+    assert tokens() == tokens(temperature=0)  # this model's own setting is greedy
+    assert tokens(temperature=1.0, top_k=1, seed=3) == tokens(temperature=0)
+    llm.model.generation_config.update(do_sample=True, temperature=5.0)
+    assert len({tokens(seed=seed) for seed in range(5)}) > 1
+
+
+def test_generation_stops_at_the_models_stop_token(llm):
+    [output] = llm.generate([prompt(3, 20, 5)], max_tokens=6, temperature=0)
+    llm.model.generation_config.eos_token_id = output.token_ids[2]
+    [stopped] = llm.generate([prompt(3, 20, 5)], max_tokens=6, temperature=0)
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids[-1] == output.token_ids[2]
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "sha256"])
+def test_entries_survive_a_restart(tmp_path, algorithm):
+    settings = {"enable_chunk_cache": True, "disk_path": tmp_path, "chunk_hash_algorithm": algorithm}
+    with LLM(make("llama"), **settings) as llm:
+        [before] = llm.generate([prompt(3, 20, 30, 5)], max_tokens=4, temperature=0)
+    with LLM(make("llama"), **settings) as llm:
+        [after] = llm.generate([prompt(3, 20, 30, 5)], max_tokens=4, temperature=0)
+    assert [chunk.tier for chunk in after.chunks] == ["disk", "disk"]
+    assert after.token_ids == before.token_ids
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"name": "llama-linear"},
+        {"tenant": "other"},
+        {"sink_prefix": "none"},
+        {"chunk_context": "system"},
+        {"dtype": torch.bfloat16},
+    ],
+)
+def test_entries_of_another_model_format_or_tenant_are_never_used(tmp_path, change):
+    with LLM(make("llama"), enable_chunk_cache=True, disk_path=tmp_path) as llm:
+        llm.generate([prompt(3, 20, 5)], max_tokens=1)
+    settings = {key: value for key, value in change.items() if key not in ("seed", "name", "dtype")}
+    other = make(change.get("name", "llama"), change.get("seed", 0)).to(change.get("dtype", torch.float32))
+    with LLM(other, enable_chunk_cache=True, disk_path=tmp_path, **settings) as llm:
+        [output] = llm.generate([prompt(3, 20, 5)], max_tokens=1)
+    assert [(chunk.status, chunk.reason) for chunk in output.chunks] == [("filled", "new")]
+
+
+def test_a_damaged_file_is_filled_again_and_said_so(tmp_path):
+    with LLM(make("llama"), enable_chunk_cache=True, disk_path=tmp_path) as llm:
+        [before] = llm.generate([prompt(3, 20, 5)], max_tokens=4, temperature=0)
+    [file] = tmp_path.rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with LLM(make("llama"), enable_chunk_cache=True, disk_path=tmp_path) as llm:
+        [after] = llm.generate([prompt(3, 20, 5)], max_tokens=4, temperature=0)
+        assert [chunk.reason for chunk in after.chunks] == ["corrupt"]
+        assert llm.chunk_cache.get_stats()["corrupt_set_aside"] == 1
+    assert after.token_ids == before.token_ids
+
+
+def test_an_unusable_cache_directory_does_not_stop_the_service(tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(make("llama"), enable_chunk_cache=True, disk_path=blocked / "below")
+    assert [llm.generate([prompt(3, 20, 5)], max_tokens=1)[0].mode for _ in range(2)] == ["fill", "reuse"]
+    assert len([record for record in caplog.records if record.name.startswith("kvmosaic")]) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "gemma3", "deepseek-v3", "cohere"])
+def test_bfloat16(name):
+    """In half precision the assembled prompt is as close to a plain prefill as half precision allows."""
+    model = make(name)
+    wanted = model(torch.tensor([prompt(3, 20, 30, 9).token_ids])).logits[0, -1]
+    half = make(name).to(torch.bfloat16)
+    rounding = (half(torch.tensor([prompt(3, 20, 30, 9).token_ids])).logits[0, -1].float() - wanted).norm()
+    llm = LLM(half, enable_chunk_cache=True)
+    with llm.engine.session():
+        ours = llm.assemble(prompt(3, 20, 30, 9), 1.0).logits.float()
+    assert (ours - wanted).norm() < 1.5 * rounding

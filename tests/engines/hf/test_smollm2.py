@@ -1,0 +1,89 @@
+"""The same promises on a real model."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.hf.request_kv import RequestKV
+from kvmosaic.hf import LLM
+
+TEXT = (
+    "You answer briefly. # # The Cormorant connects Port Almery with Sill Island four times a day. # # The bakery on "
+    "Lantern Street is owned by Tomas Reed. # # The library is closed on Mondays. # # Who owns the bakery?"
+)
+
+
+def test_ratio_one_is_a_plain_forward(smollm2, tokenizer):
+    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+    prompt = llm.parser.parse(TEXT)
+    assert len(prompt.chunks) == 3
+    with torch.inference_mode():
+        wanted = smollm2(torch.tensor([prompt.token_ids])).logits[0, -1]
+    for _ in range(2):
+        with llm.engine.session():
+            ours = llm.assemble(prompt, 1.0).logits
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
+
+
+def test_answers_are_those_of_transformers(smollm2, tokenizer):
+    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    wanted = smollm2.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    for options in ({"recompute_ratio": 1.0}, {"use_chunk_cache": False}):
+        [output] = llm.generate(TEXT, max_tokens=12, temperature=0, **options)
+        assert list(output.token_ids) == wanted.tolist()
+        assert output.text == tokenizer.decode(wanted, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def double_precision(smollm2_folder):
+    """The model in fp64, its rotary table too: what both ways of computing a chunk in fp32 should give."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float64).eval()
+    frequencies = model.model.rotary_emb.inv_freq.double()
+
+    def rotary(x, position_ids):
+        angles = position_ids[..., None].double() * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+    model.model.rotary_emb.forward = rotary
+    return model
+
+
+@pytest.mark.parametrize("place", [0, 1, random.randrange(2, 500), random.randrange(500, 4000), 8000])
+def test_an_entry_moved_equals_the_chunk_computed_there(smollm2, tokenizer, double_precision, place):
+    """At most 1e-4 off, or no more than the model itself is when it computes the chunk there in fp32: far
+    out, fp32 angles (position times frequency) are themselves only good to about 1e-3 in its keys."""
+    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True, sink_prefix="none")
+    chunk = [random.randrange(1000, 40000) for _ in range(64)]
+    inside = slice(place, place + 64)
+    with llm.engine.session():
+        [found] = llm.chunk_cache.find_or_fill([chunk], (), 8192)
+        kv = RequestKV(llm.engine.format, 8192, torch.device("cpu"))
+        llm.engine.remap(found.entry, kv, place, 8192)
+        there = llm.engine._capture([chunk], place, 8192).row(0, slice(0, 64))
+    with torch.inference_mode():
+        exact = double_precision(
+            torch.tensor([chunk]), position_ids=torch.arange(inside.start, inside.stop)[None], use_cache=True
+        ).past_key_values
+    ours = [part[:, :, inside].transpose(0, 1) for part in (kv.k, kv.v)]
+    wanted = [torch.stack([getattr(layer, part)[0] for layer in exact.layers], 1) for part in ("keys", "values")]
+    for mine, fp32, fp64 in zip(ours, there, wanted, strict=True):
+        allowed = max(1e-4, 1.2 * float((fp32 - fp64).abs().max()))
+        assert float((mine - fp64).abs().max()) <= allowed
+        assert float((mine[:, 0] - fp32[:, 0]).abs().max()) <= 1e-5  # the first layer sees no attention noise
+        if place < 500:
+            assert float((mine - fp32).abs().max()) <= 1e-4
+
+
+def test_one_chunk_under_its_own_system_prompt_is_exact(smollm2, tokenizer):
+    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True, chunk_context="system")
+    tokens = tuple(tokenizer.encode(TEXT))
+    prompt = ChunkedPrompt(tokens, (Span(5, len(tokens) - 6),))
+    with torch.inference_mode():
+        wanted = smollm2(torch.tensor([tokens])).logits[0, -1]
+    with llm.engine.session():
+        torch.testing.assert_close(llm.assemble(prompt, 0.0).logits, wanted, atol=1e-4, rtol=0)

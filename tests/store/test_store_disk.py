@@ -1,0 +1,253 @@
+"""Entries as files: paths, checksums, damage, foreign files."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from store_helpers import make_entry, same
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store import ChunkStorageManager, CorruptEntryError, DiskTier, HostTier, MissReason
+from kvmosaic.store.tiers.disk import entry_path
+
+PLENTY = 2**30
+texts = st.text(st.characters(codec="utf-8"), max_size=150) | st.sampled_from(
+    ["", ".", "..", "set-aside", "a/b", "%"]
+)
+keys = st.builds(ChunkKey, st.binary(min_size=16, max_size=16), st.integers(1, 10**6), texts, texts, texts)
+
+
+@given(keys, keys)
+def test_path_and_key(key: ChunkKey, other: ChunkKey) -> None:
+    path = entry_path(key)
+    assert len(path.parts) == 4
+    assert not path.is_absolute()
+    assert all(part not in (".", "..") and len(part.encode()) <= 200 for part in path.parts)
+    assert path.parts[0] != "set-aside"
+    assert (entry_path(other) == path) == (other == key)
+    if len(quote(key.model, safe="")) <= 100 and key.model not in ("", ".", "..", "set-aside"):
+        assert unquote(path.parts[1]) == key.model
+
+
+def test_lookalike_names_get_folders_of_their_own() -> None:
+    names = [
+        "",
+        "%",
+        ".",
+        "%.",
+        "..",
+        "%2E%2E",
+        "set-aside",
+        "%set-aside",
+        "a/b",
+        "a%2Fb",
+        "a",
+        "A",
+        "a" * 300,
+        "a" * 301,
+    ]
+    folders = {entry_path(ChunkKey(bytes(16), 1, "m", "f", name)).parts[0] for name in names}
+    assert len(folders) == len(names)
+    assert not folders & {"", ".", "..", "set-aside"}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64]
+)
+def test_roundtrip_of_every_dtype_and_a_slice_of_heads(tmp_path: Path, dtype: torch.dtype) -> None:
+    entry = make_entry(1, tokens=7, heads=4, dtype=dtype)
+    tier = DiskTier(tmp_path, PLENTY)
+    size = tier.put(entry)
+    assert size == tier.size(entry.key) <= tier.nbytes(entry)
+    found = tier.get(entry.key)
+    assert found is not None
+    assert same(found, entry)
+    with safe_open(tmp_path / entry_path(entry.key), "pt") as file:
+        heads = file.get_slice("kv")[1:3]
+        assert torch.equal(heads.view(torch.uint8), entry.data[1:3].contiguous().view(torch.uint8))
+        assert tuple(file.get_tensor("tokens").tolist()) == entry.tokens
+        assert tuple(file.get_tensor("context").tolist()) == entry.context
+
+
+ENTRY = make_entry(5, heads=3)
+
+
+def test_room_is_made_for_the_whole_file(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, PLENTY)
+    for entry in (make_entry(1, heads=128, tokens=1), make_entry(2, tenant="ü" * 3000)):
+        assert tier.put(entry) <= tier.nbytes(entry)
+
+
+def test_a_half_written_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / entry_path(ENTRY.key)
+
+    def fail_halfway(path: Path, entry: ChunkKV) -> None:
+        path.write_bytes(b"half")
+        assert path.parent == final.parent
+        assert not final.exists()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvmosaic.store.tiers.disk.write_entry", fail_halfway)
+    with pytest.raises(OSError, match="No space"):
+        DiskTier(tmp_path, PLENTY).put(ENTRY)
+    assert not list(final.parent.iterdir())
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    root = tmp_path_factory.mktemp("intact")
+    DiskTier(root, PLENTY).put(ENTRY)
+    return (root / entry_path(ENTRY.key)).read_bytes()
+
+
+def check_damaged(root: Path, content: bytes) -> bool:
+    """Serve a damaged file, found on start or later; whether it was set aside."""
+    shutil.rmtree(root, ignore_errors=True)
+    path = root / entry_path(ENTRY.key)
+    store = ChunkStorageManager([HostTier(PLENTY), DiskTier(root, PLENTY)])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    result = store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context)
+    stats = store.get_stats()
+    aside = [file.read_bytes() for file in (root / "set-aside").rglob("*") if file.is_file()]
+    if result.entry is not None:
+        assert same(result.entry, ENTRY)
+        assert not aside
+        return False
+    assert result.reason is MissReason.CORRUPT
+    assert stats["misses_by_reason"]["corrupt"] == stats["corrupt_set_aside"] == 1
+    assert aside == [content]
+    assert not path.exists()
+    assert not store.contains(ENTRY.key)
+    # The same file met on start is never served either.
+    path.write_bytes(content)
+    store = ChunkStorageManager([HostTier(PLENTY), DiskTier(root, PLENTY)])
+    assert store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context).entry is None
+    assert store.get_stats()["corrupt_set_aside"] == 1
+    assert store.put(ENTRY)
+    store.close()
+    assert DiskTier(root, PLENTY).get(ENTRY.key) is not None
+    return True
+
+
+relaxed = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@relaxed
+@given(st.data())
+def test_flipped_bytes_never_yield_another_entry(tmp_path: Path, intact: bytes, data: st.DataObject) -> None:
+    content = bytearray(intact)
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(intact) - 1))] ^= data.draw(st.integers(1, 255))
+    check_damaged(tmp_path / "store", bytes(content))
+
+
+def test_every_single_byte_of_the_data_is_covered(tmp_path: Path, intact: bytes) -> None:
+    tier = DiskTier(tmp_path, PLENTY)
+    path = tmp_path / entry_path(ENTRY.key)
+    path.parent.mkdir(parents=True)
+    start = 8 + int.from_bytes(intact[:8], "little")
+    for offset in range(start, len(intact), 7):
+        content = bytearray(intact)
+        content[offset] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CorruptEntryError):
+            tier.get(ENTRY.key)
+
+
+@relaxed
+@given(st.data())
+def test_truncated_or_longer_files_are_set_aside(tmp_path: Path, intact: bytes, data: st.DataObject) -> None:
+    keep = data.draw(st.integers(0, len(intact) - 1))
+    assert check_damaged(tmp_path / "store", intact[:keep])
+    assert check_damaged(tmp_path / "store", intact + data.draw(st.binary(min_size=1, max_size=20)))
+
+
+def test_foreign_files(tmp_path: Path, intact: bytes) -> None:
+    """Not ours by content, ours but of another key, and one that merely lives in the same directory."""
+    root = tmp_path / "store"
+    save_file({"kv": torch.zeros(3)}, tmp_path / "x")
+    assert check_damaged(root, (tmp_path / "x").read_bytes())
+    assert check_damaged(root, b"hello")
+    assert check_damaged(root, (2).to_bytes(8, "little") + b"[]")
+    DiskTier(tmp_path / "other", PLENTY).put(make_entry(6, heads=3))
+    assert check_damaged(root, (tmp_path / "other" / entry_path(make_entry(6).key)).read_bytes())
+    path = root / entry_path(ENTRY.key)
+    shutil.copy(tmp_path / "other" / entry_path(make_entry(6).key), path)
+    tier = DiskTier(root, PLENTY)
+    assert not list(tier.scan())
+    assert tier.set_aside == 1
+    weights = root / "some/model/main/model.safetensors"
+    weights.parent.mkdir(parents=True)
+    save_file({"w": torch.zeros(3)}, weights)
+    assert not list(DiskTier(root, PLENTY).scan())
+    assert weights.exists()
+
+
+def test_two_damaged_copies_of_one_entry_are_both_kept(tmp_path: Path, intact: bytes) -> None:
+    tier = DiskTier(tmp_path, PLENTY)
+    for _ in range(2):
+        tier.put(ENTRY)
+        (tmp_path / entry_path(ENTRY.key)).write_bytes(intact[:-1])
+        with pytest.raises(CorruptEntryError):
+            tier.get(ENTRY.key)
+    assert len([file for file in (tmp_path / "set-aside").rglob("*") if file.is_file()]) == 2
+
+
+def test_a_file_is_as_readable_as_its_folder(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, PLENTY)
+    path = tmp_path / entry_path(ENTRY.key)
+    path.parent.mkdir(parents=True)
+    for folder, file in ((0o750, 0o640), (0o777, 0o666), (0o700, 0o600)):
+        path.parent.chmod(folder)
+        tier.put(ENTRY)
+        assert path.stat().st_mode & 0o777 == file
+
+
+def test_stale_temporary_files_are_removed_on_start(tmp_path: Path) -> None:
+    DiskTier(tmp_path, PLENTY).put(ENTRY)
+    folder = (tmp_path / entry_path(ENTRY.key)).parent
+    old, new = folder / ".tmpOld", folder / ".tmp-new"
+    old.touch()
+    new.touch()
+    os.utime(old, (time.time() - 4000,) * 2)
+    DiskTier(tmp_path, PLENTY)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The tenant's folder is a file, so nothing below it can be made; later it can."""
+    store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
+    (tmp_path / "default").touch()
+    assert store.put(ENTRY)
+    store.flush()
+    assert store.get_stats()["write_errors"] == 1
+    assert store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context).tier == "host"
+    assert os.listdir(tmp_path) == ["default"]
+    (tmp_path / "default").unlink()
+    store.put(make_entry(6))
+    store.close()
+    assert store.get_stats()["disk_mb"] > 0
+
+
+def test_24_mb_entry_is_read_and_verified_quickly(tmp_path: Path) -> None:
+    entry = make_entry(1, tokens=192, heads=8, layers=32, k_dim=128, v_dim=128)
+    assert entry.nbytes == 24 * 2**20
+    tier = DiskTier(tmp_path, PLENTY)
+    tier.put(entry)
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        assert tier.get(entry.key) is not None
+        times.append(time.perf_counter() - start)
+    # About 7 ms on two slow cores; a copy too many or a slower hash would show even on a busy machine.
+    assert min(times) < 0.05

@@ -1,0 +1,342 @@
+"""The manager over host memory and disk: semantics, one by one."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from store_helpers import CONTEXT, make_entry, same
+
+from kvmosaic.core.config import load_config
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store import (
+    ChunkStorageManager,
+    DiskTier,
+    EntryInfo,
+    HostTier,
+    LookupResult,
+    MissReason,
+    Tier,
+    open_store,
+)
+
+ONE = make_entry(0).nbytes
+PLENTY = 2**30
+
+
+def find(store: ChunkStorageManager, entry: ChunkKV) -> LookupResult:
+    return store.lookup(entry.key, entry.tokens, entry.context)
+
+
+def two_tiers(path: Path, host: int = PLENTY, disk: int = PLENTY) -> ChunkStorageManager:
+    return ChunkStorageManager([HostTier(host), DiskTier(path, disk)])
+
+
+class SlowTier(Tier):
+    """A slower tier in memory whose writes wait for a gate and can be made to fail."""
+
+    name = "disk"
+
+    def __init__(self) -> None:
+        self.capacity = None
+        self.entries: dict[ChunkKey, ChunkKV] = {}
+        self.gate = threading.Event()
+        self.error: OSError | None = None
+
+    def size(self, key: ChunkKey) -> int | None:
+        return self.entries[key].nbytes if key in self.entries else None
+
+    def get(self, key: ChunkKey) -> ChunkKV | None:
+        if self.error:
+            raise self.error
+        return self.entries.get(key)
+
+    def nbytes(self, entry: ChunkKV) -> int:
+        return entry.nbytes
+
+    def put(self, entry: ChunkKV) -> int:
+        assert self.gate.wait(20)
+        if self.error:
+            raise self.error
+        self.entries[entry.key] = entry
+        return entry.nbytes
+
+    def delete(self, key: ChunkKey) -> None:
+        self.entries.pop(key, None)
+
+    def scan(self) -> Iterator[EntryInfo]:
+        for key, entry in list(self.entries.items()):
+            yield EntryInfo(key, entry.nbytes, self.name, False)
+
+
+def test_hit_miss_and_counters() -> None:
+    store = ChunkStorageManager([HostTier(PLENTY)])
+    entry = make_entry(1)
+    assert find(store, entry) == (None, None, MissReason.NEW)
+    assert store.put(entry)
+    found, tier, reason = find(store, entry)
+    assert found is not None
+    assert same(found, entry)
+    assert (tier, reason) == ("host", None)
+    assert store.lookup(entry.key, entry.tokens, ()).reason is MissReason.COLLISION
+    assert store.lookup(entry.key, (9, 9, 9, 9), CONTEXT).reason is MissReason.COLLISION
+    stats = store.get_stats()
+    assert (stats["cache_hits"], stats["cache_misses"], stats["hit_rate"]) == (1, 3, 0.25)
+    assert stats["misses_by_reason"] == {"new": 1, "evicted": 0, "corrupt": 0, "collision": 2, "error": 0}
+    assert stats["current_memory_mb"] * 2**20 == ONE
+    assert stats["total_chunks"] == 1
+
+
+def test_an_entry_larger_than_the_budget_is_refused() -> None:
+    store = ChunkStorageManager([HostTier(ONE - 1)])
+    assert not store.put(make_entry(1))
+    assert not store.contains(make_entry(1).key)
+    assert find(store, make_entry(1)).reason is MissReason.NEW
+
+
+def test_refused_by_host_but_taken_by_disk(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=0)
+    assert store.put(make_entry(1))
+    assert find(store, make_entry(1)).tier == "disk"
+    assert not two_tiers(tmp_path / "other", host=0, disk=10).put(make_entry(2))
+
+
+def test_entries_are_immutable(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=ONE)
+    assert store.put(make_entry(1))
+    assert store.put(make_entry(1, version=1))
+    store.flush()
+    store.put(make_entry(2))  # pushes 1 out of host
+    assert store.put(make_entry(1, version=2))
+    store.flush()
+    found = find(store, make_entry(1)).entry
+    assert found is not None
+    assert same(found, make_entry(1))
+
+
+def test_a_view_is_stored_with_memory_of_its_own() -> None:
+    store = ChunkStorageManager([HostTier(PLENTY)])
+    entry = make_entry(1)
+    big = torch.cat([entry.data, entry.data], dim=1)
+    view = ChunkKV(entry.key, entry.tokens, entry.context, entry.format, big[:, :2])
+    store.put(view)
+    big.zero_()
+    found = find(store, entry).entry
+    assert found is not None
+    assert same(found, entry)
+    assert found.data.untyped_storage().nbytes() == found.nbytes
+
+
+def test_evicted_is_told_apart_from_new() -> None:
+    store = ChunkStorageManager([HostTier(2 * ONE)])
+    for number in range(4):
+        store.put(make_entry(number))
+    reasons = [find(store, make_entry(number)).reason for number in range(5)]
+    assert reasons.count(MissReason.EVICTED) == 2
+    assert reasons[4] is MissReason.NEW
+    assert store.get_stats()["evictions"] == 2
+
+
+def test_disk_hit_is_promoted(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path)
+    store.put(make_entry(1))
+    store.close()
+    store = two_tiers(tmp_path)
+    assert [find(store, make_entry(1)).tier for _ in range(2)] == ["disk", "host"]
+    assert store.get_stats()["promotions"] == 1
+    assert [info.tier for info in store.scan()] == ["host"]
+
+
+def test_host_eviction_demotes_what_disk_lost(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=ONE)
+    store.put(make_entry(1))
+    store.flush()
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+    store.put(make_entry(2))
+    store.flush()
+    assert store.get_stats()["demotions"] == 1
+    assert find(store, make_entry(1)).tier == "disk"
+
+
+def test_restart_keeps_everything_bit_equal(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=3 * ONE)
+    entries = [make_entry(number, tenant=f"t{number % 2}") for number in range(20)]
+    assert all(store.put(entry) for entry in entries)
+    store.close()
+    store = two_tiers(tmp_path, host=3 * ONE)
+    assert {info.key for info in store.scan()} == {entry.key for entry in entries}
+    for entry in entries:
+        found = find(store, entry).entry
+        assert found is not None
+        assert same(found, entry)
+
+
+def test_a_smaller_budget_at_restart_evicts_the_oldest(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path)
+    for number in range(6):
+        store.put(make_entry(number))
+        store.flush()
+    store.close()
+    sizes = [file.stat().st_size for file in tmp_path.rglob("*.safetensors")]
+    store = two_tiers(tmp_path, disk=3 * max(sizes))
+    assert [store.contains(make_entry(number).key) for number in range(6)] == [False] * 3 + [True] * 3
+
+
+def test_pins_nest_and_can_come_before_the_entry() -> None:
+    store = ChunkStorageManager([HostTier(2 * ONE)])
+    key = make_entry(0).key
+    with store.pin([key]):
+        with store.pin([key, key]):
+            store.put(make_entry(0))
+        for number in range(1, 10):
+            assert store.put(make_entry(number))
+        assert store.contains(key)
+        assert store.get_stats()["pinned"] == 1
+        assert [info.pinned for info in store.scan() if info.key == key] == [True]
+        with store.pin([make_entry(9).key]):
+            assert not store.put(make_entry(10))
+            assert store.contains(make_entry(9).key)
+    assert store.get_stats()["pinned"] == 0
+    assert store.put(make_entry(20, tokens=8))  # takes the whole budget
+    assert not store.contains(key)
+
+
+def test_what_is_queued_can_be_looked_up_and_writes_are_not_waited_for() -> None:
+    slow = SlowTier()
+    store = ChunkStorageManager([HostTier(ONE), slow])
+    for number in range(5):
+        assert store.put(make_entry(number))
+    for number in range(5):  # four of them are in the queue only
+        found = find(store, make_entry(number)).entry
+        assert found is not None
+        assert same(found, make_entry(number))
+    assert not slow.entries
+    slow.gate.set()
+    store.flush()
+    assert len(slow.entries) == 5
+
+
+def test_a_full_queue_makes_the_caller_wait() -> None:
+    slow = SlowTier()
+    store = ChunkStorageManager([HostTier(PLENTY), slow])
+    store._stack.writer._max_bytes = 2 * ONE
+    thread = threading.Thread(target=lambda: [store.put(make_entry(number)) for number in range(3)])
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    slow.gate.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    store.flush()
+    assert len(slow.entries) == 3
+
+
+def test_failing_writes_are_counted_and_logged_once_until_they_work(caplog: pytest.LogCaptureFixture) -> None:
+    slow = SlowTier()
+    slow.gate.set()
+    store = ChunkStorageManager([HostTier(PLENTY), slow])
+
+    def put(numbers: range) -> int:
+        caplog.clear()
+        for number in numbers:
+            assert store.put(make_entry(number))
+        store.flush()
+        return len(caplog.records)
+
+    with caplog.at_level(logging.WARNING):
+        slow.error = OSError(28, "No space left on device")
+        assert put(range(5)) == 1
+        assert put(range(5, 10)) == 0
+        assert store.get_stats()["write_errors"] == 10
+        slow.error = None
+        assert put(range(10, 11)) == 0
+        slow.error = OSError(28, "No space left on device")
+        assert put(range(11, 14)) == 1
+    assert all(find(store, make_entry(number)).tier == "host" for number in range(14))
+    assert find(store, make_entry(99)).reason is MissReason.ERROR
+
+
+def test_an_entry_that_arrives_during_a_lookup_is_not_forgotten() -> None:
+    """Else it would stay in memory outside every budget."""
+    host = HostTier(PLENTY)
+    store = ChunkStorageManager([host])
+    entry = make_entry(1)
+    get = host.get
+
+    def get_then_put(key: ChunkKey) -> ChunkKV | None:
+        found = get(key)
+        store.put(entry)
+        return found
+
+    host.get = get_then_put  # type: ignore[method-assign]
+    assert find(store, entry).entry is None
+    assert store.get_stats()["total_chunks"] == 1
+    assert store.get_stats()["current_memory_mb"] * 2**20 == ONE
+
+
+def test_clear_forgets_everything_everywhere(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=2 * ONE)
+    for number in range(6):
+        store.put(make_entry(number))
+    store.clear()
+    assert [find(store, make_entry(number)).reason for number in range(6)] == [MissReason.NEW] * 6
+    assert not list(store.scan())
+    assert not list(tmp_path.rglob("*.safetensors"))
+    stats = store.get_stats()
+    assert (stats["current_memory_mb"], stats["disk_mb"], stats["total_chunks"]) == (0, 0, 0)
+    assert store.put(make_entry(1))
+
+
+def test_many_threads(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=5 * ONE, disk=20 * (ONE + 2000))
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for step in range(60):
+            entry = make_entry((seed * 7 + step * 5) % 40)
+            with store.pin([entry.key]):
+                found = find(store, entry).entry
+                if found is not None and not same(found, entry):
+                    wrong.append(step)
+                store.put(entry)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    store.flush()
+    assert not wrong
+    host, disk = store._stack.tiers
+    held = sum(info.nbytes for info in host.scan())
+    assert held == store._stack.policies["host"].nbytes <= 5 * ONE
+    on_disk = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    assert on_disk == store._stack.policies["disk"].nbytes <= 20 * (ONE + 2000)
+    assert {info.key for info in store.scan()} == {i.key for t in (host, disk) for i in t.scan()}
+
+
+@pytest.mark.parametrize("where", ["file/below", "/proc/kvmosaic"])
+def test_an_unusable_directory_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING):
+        store = open_store(load_config(disk_path=tmp_path / where, host_memory=10 * ONE))
+    assert len(caplog.records) == 1
+    assert "disk_path" in caplog.text
+    assert store.put(make_entry(1))
+    assert find(store, make_entry(1)).tier == "host"
+
+
+def test_open_store_follows_the_configuration(tmp_path: Path) -> None:
+    store = open_store(load_config(disk_path=tmp_path / "a/b", host_memory=ONE, disk_space=PLENTY))
+    for number in range(3):
+        store.put(make_entry(number))
+    store.close()
+    assert len(list((tmp_path / "a/b").rglob("*.safetensors"))) == 3
+    assert store.get_stats()["current_memory_mb"] * 2**20 == ONE
+    assert "disk" not in open_store(load_config()).get_stats()["hits_by_tier"]
