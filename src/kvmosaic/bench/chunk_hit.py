@@ -22,12 +22,10 @@ def run(model: str, tokens: int = 512, repeats: int = 7, progress: Callable[[str
     result: dict[str, Any] = {"model": model, "tokens": tokens}
     with tempfile.TemporaryDirectory() as folder:
         progress("loading the model")
-        # The disk tier alone: without host memory nothing is promoted, so every look-up reads the file.
+        loaded = LLM(model).model
         settings: dict[str, Any] = {"enable_chunk_cache": True, "disk_path": Path(folder)}
-        with (
-            LLM(model, **settings, host_memory=0) as from_disk,
-            LLM(from_disk.model, **settings) as from_host,
-        ):
+        # The disk tier alone: without host memory nothing is promoted, so every look-up reads the file.
+        with LLM(loaded, **settings, host_memory=0) as from_disk, LLM(loaded, **settings) as from_host:
             progress("computing")
             result["compute_ms"] = _median(lambda: _obtain(from_host, chunk, expect=None), repeats, from_host)
             from_host.chunk_cache.store.flush()
@@ -49,7 +47,7 @@ def _obtain(llm: LLM, chunk: list[int], expect: str | None) -> float:
         kv = RequestKV(engine.format, length, torch.device("cpu"))
         start = time.perf_counter()
         [found] = llm.chunk_cache.find_or_fill([chunk], llm.chunk_cache.sink, length)
-        assert found.tier == expect, f"expected the chunk from {expect}, it came from {found.tier}"
+        assert found.tier == expect, f"expected the chunk from {expect}, it came from {found.tier} ({found.reason})"
         engine.remap(found.entry, kv, PLACE, length)
         return (time.perf_counter() - start) * 1e3
 

@@ -91,8 +91,8 @@ class ChunkCache:
         return self.store.get_stats()
 
     def clear(self) -> None:
-        """Drop every entry from every tier."""
-        self.store.clear()
+        """Drop this model's and tenant's entries from every tier; others in a shared directory stay."""
+        self.store.clear(lambda key: (key.model, key.tenant) == (self._model, self._config.tenant))
 
     def close(self) -> None:
         """Finish pending writes and let go of the tiers."""

@@ -1,7 +1,7 @@
 """What this process knows about every key: where it is, how large, how often pinned."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvmosaic.core.key import ChunkKey
@@ -76,7 +76,7 @@ class ChunkHashIndex:
             if self.pins[key] == 0:
                 del self.pins[key]
 
-    def clear(self) -> None:
-        """Forget all records. Pins stay: whoever holds them will release them."""
-        self._records.clear()
-        self._evicted.clear()
+    def forget_evictions(self, matching: Callable[[ChunkKey], bool]) -> None:
+        """No longer remember that these keys were evicted."""
+        for key in [key for key in self._evicted if matching(key)]:
+            del self._evicted[key]

@@ -1,7 +1,7 @@
 """The store as engines see it: one place to put entries and to find them again."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -95,9 +95,10 @@ class ChunkStorageManager:
             tier = next(tier.name for tier in self._stack.tiers if tier.name in nbytes)
             yield EntryInfo(key, nbytes[tier], tier, pinned)
 
-    def clear(self) -> None:
-        """Remove all entries from all tiers, pinned ones too. Files that were set aside stay."""
-        self._stack.clear()
+    def clear(self, matching: Callable[[ChunkKey], bool] = lambda key: True) -> None:
+        """Remove entries from all tiers, pinned ones too: those whose key is ``matching``, by default all.
+        Files that were set aside stay."""
+        self._stack.clear(matching)
 
     def flush(self) -> None:
         """Wait until everything put so far is in the slower tiers, or was refused there."""

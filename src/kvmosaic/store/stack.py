@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
@@ -88,16 +88,17 @@ class TierStack:
         self._adopt(0, entry.key, self.tiers[0].put(entry))
         return True
 
-    def clear(self) -> None:
-        """Delete everything from every tier, known or not."""
-        self.writer.discard()
+    def clear(self, matching: Callable[[ChunkKey], bool]) -> None:
+        """Delete the entries whose key is ``matching`` from every tier, known or not."""
+        self.writer.flush()
         with self.lock:
             for tier in self.tiers:
-                for info in list(tier.scan()):
-                    self._delete(tier, info.key)
-                if tier.capacity is not None:
-                    self.policies[tier.name] = S3Fifo(tier.capacity)
-            self.index.clear()
+                for key in [info.key for info in tier.scan() if matching(info.key)]:
+                    self._delete(tier, key)
+                    self.index.remove(key, tier.name)
+                    if tier.name in self.policies:
+                        self.policies[tier.name].remove(key)
+            self.index.forget_evictions(matching)
 
     def _write_through(self, entry: ChunkKV, first: int) -> None:
         """Store an entry in every tier from level ``first`` on that lacks it. Runs in the writer's thread."""

@@ -30,7 +30,6 @@ class BackgroundWriter:
         self._max_bytes = max_bytes
         self._jobs: dict[ChunkKey, _Job] = {}
         self._queued_bytes = 0
-        self._current: _Job | None = None
         self._changed = threading.Condition()
         self._running = False
 
@@ -63,14 +62,6 @@ class BackgroundWriter:
         with self._changed:
             self._changed.wait_for(lambda: key not in self._jobs if key else not self._jobs)
 
-    def discard(self) -> None:
-        """Drop what is queued, and wait for what is being written."""
-        with self._changed:
-            for key in [key for key, job in self._jobs.items() if job is not self._current]:
-                self._drop(key)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._jobs and self._current is None)
-
     def _drop(self, key: ChunkKey) -> None:
         job = self._jobs.pop(key, None)
         self._queued_bytes -= job.entry.nbytes if job else 0
@@ -78,7 +69,7 @@ class BackgroundWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._current = job = next(iter(self._jobs.values()), None)
+                job = next(iter(self._jobs.values()), None)
                 if job is None:
                     self._running = False
                     return
@@ -89,5 +80,4 @@ class BackgroundWriter:
             with self._changed:
                 if self._jobs.get(job.entry.key) is job:  # else it was queued again for a faster tier meanwhile
                     self._drop(job.entry.key)
-                self._current = None
                 self._changed.notify_all()

@@ -242,3 +242,13 @@ def test_bfloat16(name):
     with llm.engine.session():
         ours = llm.assemble(prompt(3, 20, 30, 9), 1.0).logits.float()
     assert (ours - wanted).norm() < 1.5 * rounding
+
+
+def test_clear_leaves_other_tenants_alone(tmp_path):
+    settings = {"enable_chunk_cache": True, "disk_path": tmp_path}
+    with LLM(make("llama"), tenant="a", **settings) as a, LLM(make("llama"), tenant="b", **settings) as b:
+        for llm in (a, b):
+            llm.generate([prompt(3, 20, 5)], max_tokens=1)
+        a.chunk_cache.clear()
+        modes = [llm.generate([prompt(3, 20, 5)], max_tokens=1)[0].mode for llm in (a, b)]
+    assert modes == ["fill", "reuse"]

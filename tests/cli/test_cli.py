@@ -1,0 +1,147 @@
+"""The command line, as a user runs it: a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvmosaic.hf import LLM
+from tests.engines.hf.tiny import make
+
+
+def kvmosaic(*arguments, check=0, **kwargs):
+    """Run the command; returns its JSON result when it printed one, else its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmosaic.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **kwargs,
+    )
+    assert done.returncode == check, done.stderr
+    assert "Traceback" not in done.stderr
+    return (
+        json.loads(done.stdout.splitlines()[-1])
+        if "--json" in arguments and check == 0
+        else done.stdout + done.stderr
+    )
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A directory with the entries of two tenants."""
+    from kvmosaic.core.prompt import ChunkedPrompt, Span
+
+    prompt = ChunkedPrompt(tuple(range(3, 63)), (Span(5, 25), Span(25, 50)))
+    for tenant in ("a", "b"):
+        with LLM(make("llama"), enable_chunk_cache=True, disk_path=tmp_path, tenant=tenant) as llm:
+            llm.generate([prompt], max_tokens=1)
+    return tmp_path
+
+
+def test_version():
+    assert kvmosaic("--version").startswith("kvmosaic 0.")
+
+
+def test_demo(smollm2_folder):
+    result = kvmosaic("demo", "--max-tokens", 3, "--json")
+    requests = result["requests"]
+    assert [request["mode"] for request in requests] == ["fill", "reuse", "reuse", "fill", "reuse", "reuse"]
+    for request in requests:
+        assert {"ttft_ms", "full_prefill_ttft_ms", "prompt_tokens", "cached_tokens", "recomputed_tokens"} <= set(
+            request
+        )
+        assert request["text"]
+    assert requests[1]["cached_tokens"] > 900
+    assert requests[-1]["recomputed_tokens"] == requests[-1]["cached_tokens"]
+    assert requests[-1]["text"] == requests[-1]["full_prefill_text"]
+    assert result["peak_mb"] < 4096
+
+
+def test_generate_keeps_documents_between_calls(tmp_path, smollm2_folder):
+    document = tmp_path / "ferry.txt"
+    document.write_text("The ferry Cormorant leaves at 6:40 in the morning.")
+    options = (
+        "--document",
+        document,
+        "--max-tokens",
+        4,
+        "--temperature",
+        0,
+        "--disk-path",
+        tmp_path / "kv",
+        "--json",
+    )
+    first = kvmosaic("generate", "When does it leave?", *options)
+    second = kvmosaic("generate", "When does it leave?", "--system", "Be brief.", *options)
+    assert [chunk["status"] for chunk in first["chunks"]] == ["filled"]
+    assert [(chunk["status"], chunk["tier"]) for chunk in second["chunks"]] == [("cached", "disk")]
+
+
+def test_generate_reads_stdin(smollm2_folder):
+    output = kvmosaic("generate", "-", "--max-tokens", 2, "--json", input="s # # some document # # question")
+    assert len(output["chunks"]) == 1
+
+
+def test_store_ls_and_purge(stored):
+    assert len(kvmosaic("store", "ls", "--path", stored, "--json")["entries"]) == 4
+    assert len(kvmosaic("store", "ls", "--path", stored, "--tenant", "a", "--json")["entries"]) == 2
+    assert kvmosaic("store", "purge", "--path", stored, "--tenant", "a", "--json")["deleted"] == 2
+    assert len(kvmosaic("store", "ls", "--path", stored, "--json")["entries"]) == 2
+    assert kvmosaic("store", "purge", "--path", stored, "--all", "--json")["deleted"] == 2
+
+
+def test_store_verify_sets_damaged_files_aside(stored):
+    assert kvmosaic("store", "verify", "--path", stored, "--json") == {"checked": 4, "set_aside": 0}
+    file = next(stored.rglob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert "1 damaged" in kvmosaic("store", "verify", "--path", stored, check=1)
+    assert kvmosaic("store", "verify", "--path", stored, "--json") == {"checked": 3, "set_aside": 0}
+
+
+def test_bench_lookup_is_flat():
+    """A factor of a thousand in entries must not show; the bound is loose because machines are noisy."""
+    assert kvmosaic("bench", "lookup", "--json")["ratio_1e5_over_1e2"] < 10
+
+
+def test_bench_eviction_beats_lru():
+    for row in kvmosaic("bench", "eviction", "--json")["rows"]:
+        assert row["s3fifo_hit_rate"] > row["lru_hit_rate"]
+
+
+def test_bench_chunk_hit(smollm2_folder):
+    result = kvmosaic("bench", "chunk-hit", "--tokens", 64, "--json")
+    assert result["host_ms"] < result["compute_ms"]
+    assert result["disk_ms"] < result["compute_ms"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("models", "pull", "gpt-9"), "gpt-9"),
+        (("store", "ls", "--path", "/nowhere/at/all"), "not a directory"),
+        (("store", "purge", "--path", "/tmp"), "nothing chosen"),
+        (("generate", "hi", "--recompute-ratio", "0.5"), "recompute_ratio"),
+        (("generate", "hi", "--document", "/nowhere.txt"), "cannot read document"),
+        (("generate", "hi", "--max-tokens", "0"), "max_tokens"),
+        (("generate", ""), "empty"),
+        (("generate", "hi", "--max-tokens", "9000"), "8192 positions"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, smollm2_folder):
+    output = kvmosaic(*arguments, check=2)
+    [line] = [line for line in output.splitlines() if line.startswith("error:")]
+    assert message in line
+
+
+def test_models_ls(smollm2_folder):
+    models = {model["name"]: model["folder"] for model in kvmosaic("models", "ls", "--json")["models"]}
+    assert models["smollm2-135m"] == str(smollm2_folder)
+
+
+def test_settings_from_the_environment(tmp_path, smollm2_folder, monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_CHUNK_HASH_ALGORITHM", "md5")
+    assert "chunk_hash_algorithm" in kvmosaic("generate", "hi", check=2)
