@@ -99,14 +99,13 @@ REQUESTS = (
     ),
     Request(
         "3 other system",
-        "You are a friendly guide at the harbour office. Visitors ask you things; reply in one short sentence, "
-        "and rely only on the leaflets below.",
+        "You are a friendly guide at the harbour office. Reply in one short sentence.",
         ("library", "market", "bakery", "ferry", "lighthouse"),
         "What is the name of the ferry to Sill Island?",
     ),
     Request(
         "4 one new doc",
-        "You are a friendly guide at the harbour office. Reply in one short sentence.",
+        "You work at the tourist office. Use the leaflets below.",
         ("market", "museum", "lighthouse", "bakery", "ferry"),
         "Who began the collection of the Museum of Small Boats?",
     ),

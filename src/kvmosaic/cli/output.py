@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-console = Console(stderr=True)
+console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 """Everything for people goes to stderr, so that ``--json | jq`` just works."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]

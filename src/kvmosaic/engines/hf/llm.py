@@ -157,10 +157,9 @@ class LLM:
         policy_for_ratio(ratio)
         batch = [prompts] if isinstance(prompts, (str, ChunkedPrompt)) else list(prompts)
         # A bad prompt is refused before any work is done for the good ones.
-        for index, prompt in enumerate(batch):
-            self._check(index, self._parse(prompt), params)
+        parsed = [self._parse(index, prompt, params) for index, prompt in enumerate(batch)]
         with self._lock:
-            return [self._answer(prompt, params, ratio, use_chunk_cache) for prompt in batch]
+            return [self._answer(prompt, params, ratio, use_chunk_cache, seconds) for prompt, seconds in parsed]
 
     def close(self) -> None:
         """Finish pending writes of the chunk cache."""
@@ -173,10 +172,10 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _parse(self, prompt: Prompt) -> ChunkedPrompt:
-        return prompt if isinstance(prompt, ChunkedPrompt) else self.parser.parse(prompt)
-
-    def _check(self, index: int, prompt: ChunkedPrompt, params: SamplingParams) -> None:
+    def _parse(self, index: int, source: Prompt, params: SamplingParams) -> tuple[ChunkedPrompt, float]:
+        """The parsed prompt and the seconds it took, which count towards its TTFT."""
+        start = time.perf_counter()
+        prompt = source if isinstance(source, ChunkedPrompt) else self.parser.parse(source)
         total = len(prompt.token_ids) + params.max_tokens
         if self.max_positions is not None and total > self.max_positions:
             raise PromptError(
@@ -186,10 +185,12 @@ class LLM:
         vocabulary = self.model.config.get_text_config().vocab_size
         if not all(0 <= token < vocabulary for token in prompt.token_ids):
             raise PromptError(f"prompt {index}: token ids must be between 0 and {vocabulary - 1}")
+        return prompt, time.perf_counter() - start
 
-    def _answer(self, source: Prompt, params: SamplingParams, ratio: float, use_chunk_cache: bool) -> RequestOutput:
-        start = time.perf_counter()
-        prompt = self._parse(source)
+    def _answer(
+        self, prompt: ChunkedPrompt, params: SamplingParams, ratio: float, use_chunk_cache: bool, parse_seconds: float
+    ) -> RequestOutput:
+        start = time.perf_counter() - parse_seconds
         reason = self._off_reason if use_chunk_cache else "disabled"
         if reason is None and prompt.chunks and self.engine.regime(len(prompt.token_ids)) is None:
             reason = "rope-length"
