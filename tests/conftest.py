@@ -1,4 +1,4 @@
-"""Shared fixtures: the real small model, its tokenizer, and engines made the public way."""
+"""Shared fixtures: the real small model and its tokenizer."""
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer

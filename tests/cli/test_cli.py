@@ -129,6 +129,7 @@ def test_bench_chunk_hit(smollm2_folder):
         (("generate", "hi", "--max-tokens", "0"), "max_tokens"),
         (("generate", ""), "empty"),
         (("generate", "hi", "--max-tokens", "9000"), "8192 positions"),
+        (("generate", "hi", "--model", "/nowhere/at/all"), "cannot load model"),
     ],
 )
 def test_errors_are_one_line(arguments, message, smollm2_folder):
@@ -140,6 +141,21 @@ def test_errors_are_one_line(arguments, message, smollm2_folder):
 def test_models_ls(smollm2_folder):
     models = {model["name"]: model["folder"] for model in kvmosaic("models", "ls", "--json")["models"]}
     assert models["smollm2-135m"] == str(smollm2_folder)
+
+
+def test_demo_leaves_the_users_store_alone(stored, smollm2_folder, monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_DISK_PATH", str(stored))
+    before = sorted(stored.rglob("*"))
+    kvmosaic("demo", "--max-tokens", 1)
+    assert sorted(stored.rglob("*")) == before
+
+
+def test_results_go_to_stdout_and_json_is_alone_there(stored):
+    command = [sys.executable, "-m", "kvmosaic.cli.main", "store", "ls", "--path", str(stored)]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "4 entries" in table
+    alone = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout
+    assert len(alone.splitlines()) == 1
 
 
 def test_settings_from_the_environment(tmp_path, smollm2_folder, monkeypatch):

@@ -52,3 +52,13 @@ def test_missing_yaml_file(monkeypatch):
 def test_frozen():
     with pytest.raises(Exception, match="frozen"):
         load_config().tenant = "other"
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [b\n", "just text"])
+def test_a_yaml_file_that_is_no_mapping(monkeypatch, tmp_path, text):
+    file = tmp_path / "kvmosaic.yaml"
+    file.write_text(text)
+    monkeypatch.setenv("KVMOSAIC_CONFIG", str(file))
+    with pytest.raises(ConfigError) as error:
+        load_config()
+    assert "\n" not in str(error.value)

@@ -92,14 +92,14 @@ def test_a_half_written_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.M
 
     def fail_halfway(path: Path, entry: ChunkKV) -> None:
         path.write_bytes(b"half")
-        assert path.parent == final.parent
+        assert path.stat().st_dev == final.parent.stat().st_dev  # else it could not be moved in one step
         assert not final.exists()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("kvmosaic.store.tiers.disk.write_entry", fail_halfway)
     with pytest.raises(OSError, match="No space"):
         DiskTier(tmp_path, PLENTY).put(ENTRY)
-    assert not list(final.parent.iterdir())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.fixture(scope="module")
@@ -216,12 +216,13 @@ def test_a_file_is_as_readable_as_its_folder(tmp_path: Path) -> None:
 def test_stale_temporary_files_are_removed_on_start(tmp_path: Path) -> None:
     DiskTier(tmp_path, PLENTY).put(ENTRY)
     folder = (tmp_path / entry_path(ENTRY.key)).parent
-    old, new = folder / ".tmpOld", folder / ".tmp-new"
-    old.touch()
-    new.touch()
-    os.utime(old, (time.time() - 4000,) * 2)
+    old, new, foreign = tmp_path / "incoming" / "old", tmp_path / "incoming" / "new", folder / ".tmp-notes"
+    for path in (old, new, foreign):
+        path.touch()
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 4000,) * 2)
     DiskTier(tmp_path, PLENTY)
-    assert (old.exists(), new.exists()) == (False, True)
+    assert [path.exists() for path in (old, new, foreign)] == [False, True, True]
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     store.flush()
     assert store.get_stats()["write_errors"] == 1
     assert store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context).tier == "host"
-    assert os.listdir(tmp_path) == ["default"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "default"]
     (tmp_path / "default").unlink()
     store.put(make_entry(6))
     store.close()

@@ -1,6 +1,7 @@
 """The manager over host memory and disk: semantics, one by one."""
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -340,3 +341,42 @@ def test_open_store_follows_the_configuration(tmp_path: Path) -> None:
     assert len(list((tmp_path / "a/b").rglob("*.safetensors"))) == 3
     assert store.get_stats()["current_memory_mb"] * 2**20 == ONE
     assert "disk" not in open_store(load_config()).get_stats()["hits_by_tier"]
+
+
+def test_a_damaged_file_that_cannot_be_moved_does_not_block_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory became read-only: the entry must still be kept in host memory."""
+    entry = make_entry(1)
+    writer = two_tiers(tmp_path)
+    writer.put(entry)
+    writer.close()
+    store = two_tiers(tmp_path)
+    [file] = tmp_path.rglob("*.safetensors")
+    file.write_bytes(b"damaged")
+    monkeypatch.setattr(os, "rename", _refuse)
+    monkeypatch.setattr(os, "replace", _refuse)
+    assert find(store, entry).reason == MissReason.CORRUPT
+    assert store.put(entry)
+    assert find(store, entry).tier == "host"
+
+
+def _refuse(*args: object) -> None:
+    raise PermissionError("read-only")
+
+
+class UnreachableTier(HostTier):
+    """A tier whose place cannot be reached."""
+
+    def put(self, entry: ChunkKV) -> int:
+        raise OSError("unreachable")
+
+    def scan(self) -> Iterator[EntryInfo]:
+        raise OSError("unreachable")
+
+
+def test_a_tier_that_is_down_from_the_start_stops_nobody() -> None:
+    store = ChunkStorageManager([UnreachableTier(PLENTY)])
+    assert not store.put(make_entry(1))
+    store.clear()
+    assert store.get_stats()["write_errors"] == 1

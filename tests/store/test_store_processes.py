@@ -50,7 +50,7 @@ def test_two_processes_write_and_read_one_directory(tmp_path: Path, disk: int) -
     for wrong, hits, corrupt, errors in outcomes:
         assert (wrong, corrupt, errors) == (0, 0, 0)
         assert hits > 0
-    assert not list(tmp_path.rglob(".tmp*"))
+    assert not list((tmp_path / "incoming").iterdir())
     if disk == 2**30:
         store = open_at(tmp_path)
         assert all(store.contains(make_entry(number).key) for number in range(40))

@@ -44,7 +44,7 @@ def _obtain(llm: LLM, chunk: list[int], expect: str | None) -> float:
     """Milliseconds from asking for the chunk to having it in place."""
     engine, length = llm.engine, PLACE + len(chunk)
     with engine.session():
-        kv = RequestKV(engine.format, length, torch.device("cpu"))
+        kv = RequestKV(engine.format, length, llm.model.device)
         start = time.perf_counter()
         [found] = llm.chunk_cache.find_or_fill([chunk], llm.chunk_cache.sink, length)
         assert found.tier == expect, f"expected the chunk from {expect}, it came from {found.tier} ({found.reason})"

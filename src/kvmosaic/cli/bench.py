@@ -28,6 +28,7 @@ def chunk_hit(
             ("host", f"{result['host_ms']:.1f}", f"{result['host_speedup']:.0f}x"),
             ("disk", f"{result['disk_ms']:.1f}", f"{result['disk_speedup']:.0f}x"),
         ),
+        json=json,
     )
     if json:
         print_json(result)
@@ -44,6 +45,7 @@ def lookup(json: JsonOption = False) -> None:
         "look-up in host memory",
         ("entries", "hit µs", "miss µs"),
         ((row["entries"], f"{row['hit_us']:.1f}", f"{row['miss_us']:.1f}") for row in result["rows"]),
+        json=json,
     )
     if json:
         print_json(result)
@@ -57,6 +59,6 @@ def eviction(seed: int = 0, json: JsonOption = False) -> None:
     with console.status("replaying the trace"):
         result = eviction.run(seed)
     rows = result["rows"]
-    print_table("hit rates by budget", rows[0], (row.values() for row in rows))
+    print_table("hit rates by budget", rows[0], (row.values() for row in rows), json=json)
     if json:
         print_json(result)

@@ -2,12 +2,13 @@
 
 import resource
 import sys
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from kvmosaic.cli.demo_data import DOCUMENTS, REQUESTS, Request
-from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_table, progress_bar
+from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table, progress_bar
 
 
 class _Compared(NamedTuple):
@@ -25,7 +26,8 @@ def demo(
     from kvmosaic.hf import LLM  # here, because importing it takes seconds
 
     with console.status(f"loading {model} (the first time, its weights are fetched)"):
-        llm = LLM(model, enable_chunk_cache=True)
+        # Nothing of the user's own store is read or cleared.
+        llm = LLM(model, enable_chunk_cache=True, disk_path=None, tenant="demo")
     compared = []
     with llm, progress_bar(2 * len(REQUESTS) + 1) as steps:
         steps.start("warming up")
@@ -34,33 +36,36 @@ def demo(
         llm.chunk_cache.clear()
         steps.done()
         for request in REQUESTS:
-            prompt = _prompt(llm, request)
+            prompt = llm.chat_prompt(
+                request.system, [DOCUMENTS[name] for name in request.documents], request.question
+            )
             steps.start(f"{request.title}: full prefill")
-            [full] = llm.generate(prompt, max_tokens=max_tokens, temperature=0, use_chunk_cache=False)
+            full = _best(llm, prompt, max_tokens, use_chunk_cache=False)
             steps.done()
             steps.start(f"{request.title}: kvmosaic")
-            [ours] = llm.generate(prompt, max_tokens=max_tokens, temperature=0, recompute_ratio=request.ratio)
+            ours = _best(llm, prompt, max_tokens, recompute_ratio=request.ratio)
             steps.done()
             compared.append(_Compared(request, ours, full))
         stats = llm.chunk_cache.get_stats()
-    _show(model, compared)
+    _show(model, compared, json)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
-    console.print(
-        f"chunks: {stats['total_chunks']} stored, {stats['cache_hits']} hits, {stats['cache_misses']} misses, "
-        f"{stats['current_memory_mb']:.0f} MB in memory; peak memory of this process {peak:.0f} MB"
+    print_line(
+        f"\nchunks: {stats['total_chunks']} stored, {stats['current_memory_mb']:.0f} MB in memory; "
+        f"peak memory of this process: {peak:.0f} MB",
+        json,
     )
     if json:
         print_json({"model": model, "requests": [_row(item) for item in compared], "stats": stats, "peak_mb": peak})
 
 
-def _prompt(llm: Any, request: Request) -> str:
-    """The request as text; instruction-tuned models get their chat format."""
-    separator = llm.config.chunk_separator
-    body = separator.join([*(DOCUMENTS[name] for name in request.documents), request.question])
-    if llm.tokenizer.chat_template is None:
-        return f"{request.system}{separator}{body}\nAnswer:"
-    messages = [{"role": "system", "content": request.system}, {"role": "user", "content": separator + body}]
-    return llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def _best(llm: Any, prompt: str, max_tokens: int, **options: Any) -> Any:
+    """The answer with the better of two times to the first token: one sample is at the mercy of other
+    programs. A request that filled documents cannot be repeated, as the second time it would find them."""
+    [first] = llm.generate(prompt, max_tokens=max_tokens, temperature=0, **options)
+    if first.mode == "fill":
+        return first
+    [again] = llm.generate(prompt, max_tokens=1, temperature=0, **options)
+    return replace(first, ttft_ms=min(first.ttft_ms, again.ttft_ms))
 
 
 def _row(item: _Compared) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def _row(item: _Compared) -> dict[str, Any]:
     }
 
 
-def _show(model: str, compared: list[_Compared]) -> None:
+def _show(model: str, compared: list[_Compared], json: bool) -> None:
     print_table(
         f"{model}: time to first token, kvmosaic against full prefill in the same run",
         ("request", "mode", "tokens", "cached", "filled", "redone", "TTFT ms", "full ms", "speed-up"),
@@ -97,8 +102,12 @@ def _show(model: str, compared: list[_Compared]) -> None:
             )
             for item in compared
         ),
+        json=json,
+    )
+    print_line(
+        "\nfill: documents seen for the first time; reuse: all from the cache; redone: recomputed, exact", json
     )
     for index, item in enumerate(compared, 1):
-        console.print(f"[bold]{index}. {item.request.question}[/bold]")
-        console.print(f"   kvmosaic      {item.ours.text.strip()}", markup=False, highlight=False)
-        console.print(f"   full prefill  {item.full.text.strip()}", markup=False, highlight=False)
+        print_line(f"\n{index}. {item.request.question}", json)
+        print_line(f"   kvmosaic      {item.ours.text.strip()}", json)
+        print_line(f"   full prefill  {item.full.text.strip()}", json)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_table
+from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json
 from kvmosaic.core.errors import PromptError
 
 
@@ -17,36 +17,38 @@ def generate(
     document: Annotated[
         list[Path] | None, typer.Option(help="Text file to put before the prompt; repeatable.")
     ] = None,
-    system: Annotated[str, typer.Option(help="System prompt, when documents are given.")] = "",
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: int = 64,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own setting.")] = None,
-    recompute_ratio: Annotated[float, typer.Option(help="Share of reused tokens to recompute: 0.0 or 1.0.")] = 0.0,
+    recompute_ratio: Annotated[
+        float | None, typer.Option(help="Share of reused tokens to recompute: 0.0 or 1.0.")
+    ] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Keep documents here for the next call.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Answer one prompt, reusing the documents that were seen before."""
     from kvmosaic.hf import LLM  # here, because importing it takes seconds
 
-    settings: dict[str, Any] = {} if disk_path is None else {"disk_path": disk_path}
-    with LLM(model, enable_chunk_cache=True, recompute_ratio=recompute_ratio, **settings) as llm:
-        text = sys.stdin.read() if prompt == "-" else prompt
-        if document:
-            text = llm.config.chunk_separator.join([system, *(_read(path) for path in document), text])
+    given = {"disk_path": disk_path, "recompute_ratio": recompute_ratio}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    documents = [_read(path) for path in document or ()]
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise PromptError("the prompt is empty; give at least one token")
+    with console.status(f"loading {model}"):
+        llm = LLM(model, enable_chunk_cache=True, **settings)
+    with llm:
+        if documents or system:
+            text = llm.chat_prompt(system, documents, text)
         [output] = llm.generate(text, max_tokens=max_tokens, temperature=temperature)
-        print_table(
-            f"{output.mode}: first token after {output.ttft_ms:.0f} ms",
-            ("chunk", "tokens", "status", "where / why"),
-            (
-                (index, len(chunk.span), chunk.status, chunk.tier or chunk.reason)
-                for index, chunk in enumerate(output.chunks)
-            ),
-        )
-    if output.fallback_reason:
-        console.print(f"chunk cache not used: {output.fallback_reason}", markup=False)
     if json:
         print_json(asdict(output))
-    else:
-        typer.echo(output.text)
+        return
+    typer.echo(output.text)
+    for index, chunk in enumerate(output.chunks, 1):
+        console.print(f"chunk {index}: {len(chunk.span)} tokens {chunk.status} ({chunk.tier or chunk.reason})")
+    why = f" ({output.fallback_reason})" if output.fallback_reason else ""
+    console.print(f"{output.mode}{why}: first token after {output.ttft_ms:.0f} ms", markup=False)
 
 
 def _read(path: Path) -> str:

@@ -15,7 +15,11 @@ def ls(json: JsonOption = False) -> None:
     print_table(
         "Models",
         ("name", "parameters", "licence", "folder"),
-        ((name, source.params, source.licence, here.get(name, "-")) for name, source in CATALOG.items()),
+        (
+            (name, f"{source.params / 1e6:.0f}M", source.licence, here.get(name, "-"))
+            for name, source in CATALOG.items()
+        ),
+        json=json,
     )
     if json:
         print_json({"models": [{"name": name, "folder": here.get(name)} for name in CATALOG]})
@@ -26,6 +30,7 @@ def pull_model(name: str, json: JsonOption = False) -> None:
     """Fetch a model and save it as an ordinary Hugging Face folder."""
     with console.status(f"pulling {name}") as status:
         folder = pull(name, progress=lambda message: status.update(f"{name}: {message}"))
-    console.print(f"{name}: {folder}", highlight=False, soft_wrap=True)
     if json:
         print_json({"name": name, "folder": folder})
+    else:
+        typer.echo(folder)

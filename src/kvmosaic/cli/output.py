@@ -18,20 +18,31 @@ from rich.progress import (
 )
 from rich.table import Table
 
-console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
-"""Everything for people goes to stderr, so that ``--json | jq`` just works."""
+console = Console(stderr=True)
+"""Progress and errors."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 ModelOption = Annotated[str, typer.Option(help="Catalog name, folder or hub name.")]
 
 
-def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    table = Table(title=title, title_justify="left", header_style="bold")
+def print_line(text: str, json: bool) -> None:
+    """A line of the result, for people: on stdout, or on stderr when stdout is for a program."""
+    _results(json).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], json: bool) -> None:
+    """A table of the result, for people."""
+    table = Table(title=title, title_justify="left", title_style="", header_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, overflow="fold", justify="left" if index == 0 else "right")
+        table.add_column(column, no_wrap=True, justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    console.print(table)
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row))
+    _results(json).print(table)
+
+
+def _results(json: bool) -> Console:
+    target = sys.stderr if json else sys.stdout
+    return Console(file=target, width=None if target.isatty() else 1000)
 
 
 def print_json(result: dict[str, Any]) -> None:

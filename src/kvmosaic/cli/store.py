@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvmosaic.cli.output import JsonOption, console, print_json, print_table, progress_bar
+from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.store import CorruptEntryError, DiskTier, EntryInfo
+
+if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
+    from kvmosaic.store import DiskTier, EntryInfo
 
 app = typer.Typer(help="Look after the entries on disk.", no_args_is_help=True)
 
@@ -22,13 +24,15 @@ ModelFilter = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]
 TenantFilter = Annotated[str | None, typer.Option("--tenant", help=TENANT_HELP)]
 
 
-def _open(path: Path) -> DiskTier:
+def _open(path: Path) -> "DiskTier":
+    from kvmosaic.store import DiskTier
+
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory; give the disk tier's with --path")
     return DiskTier(path, capacity=0)
 
 
-def _select(tier: DiskTier, model: str | None, tenant: str | None) -> Iterator[EntryInfo]:
+def _select(tier: "DiskTier", model: str | None, tenant: str | None) -> Iterator["EntryInfo"]:
     for info in tier.scan():
         if model in (None, info.key.model) and tenant in (None, info.key.tenant):
             yield info
@@ -55,6 +59,7 @@ def ls(path: PathOption, model: ModelFilter = None, tenant: TenantFilter = None,
             for entry in entries
             for key in (entry.key,)
         ),
+        json=json,
     )
     if json:
         rows = [{"key": str(entry.key), "tokens": entry.key.num_tokens, "bytes": entry.nbytes} for entry in entries]
@@ -64,6 +69,8 @@ def ls(path: PathOption, model: ModelFilter = None, tenant: TenantFilter = None,
 @app.command("verify")
 def verify(path: PathOption, json: JsonOption = False) -> None:
     """Read every entry and check it; damaged ones are set aside. Exit status 1 if there were any."""
+    from kvmosaic.store import CorruptEntryError
+
     tier = _open(path)
     entries = list(tier.scan())
     with progress_bar(len(entries)) as steps:
@@ -72,7 +79,7 @@ def verify(path: PathOption, json: JsonOption = False) -> None:
             with suppress(CorruptEntryError):  # counted and set aside by the tier
                 tier.get(info.key)
             steps.done()
-    console.print(f"{len(entries)} entries checked, {tier.set_aside} damaged and set aside")
+    print_line(f"{len(entries)} entries checked, {tier.set_aside} damaged and set aside", json)
     if json:
         print_json({"checked": len(entries), "set_aside": tier.set_aside})
     if tier.set_aside:
@@ -84,7 +91,7 @@ def purge(
     path: PathOption,
     model: ModelFilter = None,
     tenant: TenantFilter = None,
-    everything: Annotated[bool, typer.Option("--all", help="Really everything.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Everything, also what was set aside.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Delete entries: of a model, of a tenant, or all."""
@@ -97,6 +104,8 @@ def purge(
             tier.delete(info.key)
             steps.done()
     freed = sum(entry.nbytes for entry in entries)
-    console.print(f"{len(entries)} entries deleted, {freed / 2**20:.1f} MB freed")
+    if everything:
+        tier.remove_set_aside()
+    print_line(f"{len(entries)} entries deleted, {freed / 2**20:.1f} MB freed", json)
     if json:
         print_json({"deleted": len(entries), "bytes": freed})

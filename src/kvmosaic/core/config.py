@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import ByteSize, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -65,8 +66,13 @@ def load_config(**settings: Any) -> ChunkCacheConfig:
     """Build the configuration, or raise a :class:`ConfigError` that names each wrong setting in one line."""
     try:
         return ChunkCacheConfig(**settings)
+    except ConfigError:
+        raise
     except ValidationError as error:
         reasons = "; ".join(
             f"{'.'.join(map(str, item['loc']))}={item.get('input')!r}: {item['msg']}" for item in error.errors()
         )
         raise ConfigError(f"invalid chunk cache settings: {reasons}") from None
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE}: not a YAML mapping of settings ({line})") from None

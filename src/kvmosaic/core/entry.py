@@ -27,7 +27,7 @@ class KVFormat:
         return self.layers * self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ChunkKV:
     """One chunk's canonical KV.
 

@@ -21,13 +21,14 @@ class ChunkTokenParser:
     and a token that holds both the end of a text and the start of a separator stays with that text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, separator: str = " # # ") -> None:
+    def __init__(self, tokenizer: Tokenizer | None, separator: str | None = " # # ") -> None:
+        """Without tokenizer or separator nothing is searched for; explicit boundaries still work."""
         self._tokenizer = tokenizer
-        self._separator = separator.encode()
+        self._separator = (separator or "").encode()
         self._pieces: TokenBytes | None = None
-        if not separator:
+        if separator == "":
             raise ConfigError("the chunk separator is empty; give it at least one character")
-        if tokenizer is None:
+        if tokenizer is None or separator is None:
             return
         self._pieces = TokenBytes(tokenizer)
         if len(self._part_starts(tokenizer.encode(f"a{separator}b"))) != 2:
@@ -50,11 +51,9 @@ class ChunkTokenParser:
         chunks, question) that together cover the prompt. System and chunks may be empty, the question not.
         """
         tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        if not tokens:
-            raise PromptError("the prompt is empty; give at least one token")
         if boundaries is not None:
             return self._from_boundaries(tokens, boundaries)
-        if self._pieces is None:
+        if self._pieces is None or not tokens:
             return ChunkedPrompt(tuple(tokens), ())
         return self._from_separators(tokens)
 

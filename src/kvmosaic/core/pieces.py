@@ -10,9 +10,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that parsing needs."""
 
-    @property
-    def all_special_ids(self) -> Sequence[int]: ...
-
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from kvmosaic.core.errors import PromptError
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """Token positions ``start .. end-1`` of a prompt."""
 
     start: int
@@ -28,9 +30,12 @@ class ChunkedPrompt:
     chunks: tuple[Span, ...]
 
     def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise PromptError("the prompt is empty; give at least one token")
         end = 0
         for span in self.chunks:
-            assert end <= span.start < span.end < len(self.token_ids), "chunks are ordered, non-empty, not last"
+            if not end <= span.start < span.end < len(self.token_ids):
+                raise PromptError(f"{span} must be a non-empty chunk behind the one before it and leave a question")
             end = span.end
 
     @property
@@ -42,10 +47,6 @@ class ChunkedPrompt:
     def question(self) -> Span:
         """The tokens after the last chunk; the whole prompt when it has no chunks."""
         return Span(self.chunks[-1].end if self.chunks else 0, len(self.token_ids))
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        return sum(len(span) for span in self.chunks)
 
     def tokens_of(self, span: Span) -> tuple[int, ...]:
         return self.token_ids[span.start : span.end]

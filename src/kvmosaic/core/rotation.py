@@ -8,7 +8,7 @@ to half precision, and tables that change with the sequence length all move exac
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,14 +24,13 @@ class CosSin(NamedTuple):
 class RotaryColumns:
     """Which columns of a cached row rotate: ``width`` columns from ``start`` of its K (or, for MLA, V) part."""
 
-    part: str
+    part: Literal["k", "v"]
     start: int
     width: int
     interleaved: bool
     """Pairs are neighbours ``(0, 1), (2, 3), …`` instead of halves ``(0, w/2), (1, w/2 + 1), …``."""
 
     def __post_init__(self) -> None:
-        assert self.part in ("k", "v")
         assert self.width % 2 == 0
 
 

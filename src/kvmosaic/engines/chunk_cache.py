@@ -1,22 +1,33 @@
 """The chunk cache of an engine: looks chunks up, has missing ones filled, stores them."""
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV
-from kvmosaic.core.key import ChunkKey, content_hash
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.store import ChunkStorageManager, open_store
 
-logger = logging.getLogger(__name__)
+KV = tuple[torch.Tensor, torch.Tensor]
+"""K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
 
-Fill = Callable[[Sequence[int], Sequence[Sequence[int]], int], list[tuple[torch.Tensor, torch.Tensor]]]
-"""``fill(context, chunks, length)``: K and V ``[heads, layers, tokens, dim]`` of each chunk, computed alone,
-for use in a prompt of ``length`` tokens."""
+
+class FillingEngine(Protocol):
+    """What the chunk cache needs of an engine."""
+
+    def fingerprint(self, length: int) -> str | None:
+        """What the KV of chunks depends on besides their tokens, in prompts of ``length`` tokens; ``None``
+        when KV made for such a prompt is good for no other."""
+        ...
+
+    def fill(self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int) -> list[KV]:
+        """Canonical KV of each chunk, computed alone after ``context``, for a prompt of ``length`` tokens."""
+        ...
 
 
 class Found(NamedTuple):
@@ -30,61 +41,84 @@ class Found(NamedTuple):
 
 
 class ChunkCache:
-    """Entries of one model, one format and one tenant. The engine lends it the means to fill."""
+    """Entries of one model, one format and one tenant."""
 
     def __init__(
         self,
         config: ChunkCacheConfig,
         model: str,
-        fingerprint: Callable[[int], str],
         sink: Sequence[int],
         parser: ChunkTokenParser,
-        fill: Fill,
+        engine: FillingEngine,
+        max_positions: int | None,
     ) -> None:
         self.store: ChunkStorageManager = open_store(config)
         self.sink = tuple(sink)
         self._config = config
         self._model = model
-        self._fingerprint = fingerprint
         self._parser = parser
-        self._fill = fill
+        self._engine = engine
+        self._max_positions = max_positions
+        self._fingerprints: dict[str | None, str] = {}
+
+    def serves(self, length: int) -> bool:
+        """Whether chunks can be reused in prompts of ``length`` tokens."""
+        return self._engine.fingerprint(length) is not None
+
+    def fits(self, chunk_length: int, context: Sequence[int]) -> bool:
+        """Whether a chunk can be computed after ``context`` within the model's positions."""
+        return self._max_positions is None or len(context) + chunk_length <= self._max_positions
+
+    def context_of(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
+        """What the chunks of this prompt are computed after."""
+        return prompt.tokens_of(prompt.system) if self._config.chunk_context == "system" else self.sink
 
     def key(self, tokens: Sequence[int], context: Sequence[int], length: int) -> ChunkKey:
         """The key of a chunk computed after ``context`` for prompts like one of ``length`` tokens."""
+        made_by = self._engine.fingerprint(length)
+        if made_by not in self._fingerprints:
+            self._fingerprints[made_by] = format_fingerprint(
+                engine=made_by, sink=self.sink, context=self._config.chunk_context
+            )
         digest = content_hash(tokens, context, self._config.chunk_hash_algorithm)
-        return ChunkKey(digest, len(tokens), self._model, self._fingerprint(length), self._config.tenant)
+        return ChunkKey(digest, len(tokens), self._model, self._fingerprints[made_by], self._config.tenant)
 
     def find_or_fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[Found]:
         """An entry for every chunk of a prompt of ``length`` tokens. Missing ones are filled together and
         stored; a repeated one is filled once."""
         found: dict[tuple[int, ...], Found] = {}
         missing: dict[tuple[int, ...], str] = {}
-        for chunk in map(tuple, chunks):
-            if chunk in found or chunk in missing:
-                continue
+        for chunk in dict.fromkeys(map(tuple, chunks)):
             result = self.store.lookup(self.key(chunk, context, length), chunk, context)
             if result.entry is not None:
                 found[chunk] = Found(result.entry, result.tier, None)
             else:
-                missing[chunk] = result.reason.value if result.reason else "new"
+                assert result.reason is not None
+                missing[chunk] = result.reason.value
         if missing:
-            filled = self._fill(context, list(missing), length)
+            filled = self._engine.fill(context, list(missing), length)
             for (chunk, reason), (k, v) in zip(missing.items(), filled, strict=True):
                 entry = ChunkKV.from_kv(self.key(chunk, context, length), chunk, context, k.cpu(), v.cpu())
                 self.store.put(entry)
                 found[chunk] = Found(entry, None, reason)
         return [found[tuple(chunk)] for chunk in chunks]
 
-    def warm(self, documents: Iterable[str]) -> int:
-        """Fill and store these documents ahead of time, each as a chunk; returns how many were new."""
+    def warm(self, documents: Iterable[str], prompt_length: int | None = None) -> int:
+        """Fill and store these documents ahead of time, each as a chunk; returns how many were new.
+
+        ``prompt_length`` is that of the prompts they are meant for, in tokens; it matters only to models with
+        different rope tables for short and long prompts."""
         if self._config.chunk_context == "system":
-            logger.warning("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
+            raise ConfigError("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
+        chunks = [self._parser.document_tokens(document) for document in documents]
+        chunks = [chunk for chunk in chunks if self.fits(len(chunk), self.sink)]
+        if not chunks:
             return 0
-        new = 0
-        for tokens in map(self._parser.document_tokens, documents):
-            [found] = self.find_or_fill([tokens], self.sink, len(self.sink) + len(tokens))
-            new += found.tier is None
-        return new
+        length = prompt_length or len(self.sink) + max(map(len, chunks))
+        if not self.serves(length):
+            raise ConfigError(f"this model's rope table is different for every prompt of {length} tokens or more")
+        found = self.find_or_fill(chunks, self.sink, length)
+        return len({item.entry.key for item in found if item.tier is None})
 
     def get_stats(self) -> dict[str, Any]:
         """Counters of the store since start: ``hit_rate, total_chunks, current_memory_mb, cache_hits, …``."""

@@ -14,7 +14,7 @@ class ChunkReport:
     status: Literal["cached", "filled", "prefilled"]
     """Found in the store, computed alone and stored, or computed as ordinary text of this request."""
     tier: str | None
-    """Where it was found, when cached."""
+    """Where it was found, when cached; ``request`` for a repeat of a chunk filled for the same prompt."""
     reason: str | None
     """Why it was not found, otherwise."""
 
@@ -27,9 +27,9 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
     mode: Literal["plain", "fill", "reuse"]
-    """Ordinary generation; some chunks were filled first; every chunk came from the store."""
+    """Ordinary generation; some chunks were filled first; chunks were reused and none was filled."""
     ttft_ms: float
-    """From handing in the prompt to having the first token, in milliseconds."""
+    """Milliseconds to the first token, from when this prompt's turn comes."""
     prompt_tokens: int
     cached_tokens: int
     filled_tokens: int

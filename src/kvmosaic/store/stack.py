@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.store.base import CorruptEntryError, MissReason, Tier
+from kvmosaic.store.base import CorruptEntryError, EntryInfo, MissReason, Tier
 from kvmosaic.store.eviction import S3Fifo
 from kvmosaic.store.index import ChunkHashIndex
 from kvmosaic.store.writer import BackgroundWriter
@@ -32,12 +32,16 @@ class TierStack:
         Order: this lock, then the writer's."""
         self.writer = BackgroundWriter(self._write_through)
         self._failing: set[tuple[str, str]] = set()
+        self._unreadable: set[tuple[int, ChunkKey]] = set()
+        """Copies whose last read failed: they count as absent until they are written anew."""
         for level, tier in enumerate(self.tiers):
-            for info in tier.scan():
+            for info in self._scan(tier):
                 self._adopt(level, info.key, info.nbytes)
 
     def size(self, level: int, key: ChunkKey) -> int | None:
         """Bytes ``key`` takes at ``level`` now, or ``None``. A tier that fails counts as not having it."""
+        if (level, key) in self._unreadable:
+            return None
         try:
             return self.tiers[level].size(key)
         except OSError as error:
@@ -57,9 +61,11 @@ class TierStack:
         try:
             entry = tier.get(key)
         except CorruptEntryError:
+            self._unreadable.add((level, key))
             self._forget(level, key)
             return None, MissReason.CORRUPT
         except OSError as error:
+            self._unreadable.add((level, key))
             self._complain(tier, "read", error)
             return None, MissReason.ERROR
         self._failing.discard((tier.name, "read"))
@@ -73,8 +79,9 @@ class TierStack:
         """Copy an entry found at ``level`` to the faster tiers."""
         with self.lock:
             size = self.size(level, entry.key)
-            if size is not None:  # maybe written by another process, so that it is news here
-                self._adopt(level, entry.key, size)
+            if size is None:  # deleted since it was read; it must not come back
+                return
+            self._adopt(level, entry.key, size)  # maybe written by another process, so that it is news here
             if self.size(0, entry.key) is None and self.place(entry):
                 self.counts["promotions"] += 1
         if level > 1:
@@ -85,7 +92,10 @@ class TierStack:
         """Store an entry in the fastest tier, if it fits. The lock is held."""
         if not self._make_room(0, self.tiers[0].nbytes(entry)):
             return False
-        self._adopt(0, entry.key, self.tiers[0].put(entry))
+        size = self._put(0, entry)
+        if size is None:
+            return False
+        self._adopt(0, entry.key, size)
         return True
 
     def clear(self, matching: Callable[[ChunkKey], bool]) -> None:
@@ -93,7 +103,7 @@ class TierStack:
         self.writer.flush()
         with self.lock:
             for tier in self.tiers:
-                for key in [info.key for info in tier.scan() if matching(info.key)]:
+                for key in [info.key for info in self._scan(tier) if matching(info.key)]:
                     self._delete(tier, key)
                     self.index.remove(key, tier.name)
                     if tier.name in self.policies:
@@ -108,16 +118,33 @@ class TierStack:
                 with self.lock:
                     if not self._make_room(level, tier.nbytes(entry)):
                         continue
-                try:
-                    size = tier.put(entry)
-                except OSError as error:
-                    with self.lock:
-                        self.counts["write_errors"] += 1
-                    self._complain(tier, "write", error)
+                size = self._put(level, entry)
+                if size is None:
                     continue
-                self._failing.discard((tier.name, "write"))
             with self.lock:
                 self._adopt(level, entry.key, size)
+
+    def _put(self, level: int, entry: ChunkKV) -> int | None:
+        """Store an entry at ``level``; the bytes it takes, or ``None`` when the tier failed."""
+        tier = self.tiers[level]
+        try:
+            size = tier.put(entry)
+        except OSError as error:
+            with self.lock:
+                self.counts["write_errors"] += 1
+            self._complain(tier, "write", error)
+            return None
+        self._failing.discard((tier.name, "write"))
+        self._unreadable.discard((level, entry.key))
+        return size
+
+    def _scan(self, tier: Tier) -> list[EntryInfo]:
+        """What a tier holds; nothing when it fails."""
+        try:
+            return list(tier.scan())
+        except OSError as error:
+            self._complain(tier, "list its entries", error)
+            return []
 
     def _adopt(self, level: int, key: ChunkKey, nbytes: int) -> None:
         """Take an entry that is in a tier into account."""

@@ -49,8 +49,8 @@ class BackgroundWriter:
             self._jobs[entry.key] = _Job(entry, level)
             self._queued_bytes += entry.nbytes
             if not self._running:
-                self._running = True
                 threading.Thread(target=self._run, name="kvmosaic-writer").start()
+                self._running = True
 
     def wait_for_room(self) -> None:
         """Wait while more than the queue's bytes are waiting to be written."""

@@ -2,6 +2,7 @@
 
 import logging
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_off_unless_asked_for():
     llm = LLM(make("llama"))
     [output] = llm.generate([prompt(3, 20, 5)], max_tokens=2)
     assert (output.mode, output.fallback_reason) == ("plain", "disabled")
-    with pytest.raises(ConfigError, match="enable_chunk_cache=True"):
+    with pytest.raises(ConfigError, match="the chunk cache is off: disabled"):
         _ = llm.chunk_cache
 
 
@@ -98,16 +99,14 @@ def test_longrope_keeps_short_and_long_entries_apart():
     assert modes == ["fill", "fill", "reuse"]
 
 
-def test_a_chunk_longer_than_the_model_can_take_alone_is_prefilled():
-    """With its sink prefix it would not fit; inside this prompt it does."""
-    model = make("llama")
-    llm = LLM(model, enable_chunk_cache=True)
-    llm.max_positions = model.config.max_position_embeddings = 60
-    [output] = llm.generate([ChunkedPrompt(tuple(TOKENS[:58]), (Span(0, 0 + 57),))], max_tokens=1)
-    assert output.mode == "fill"
-    llm.max_positions = 57
-    with pytest.raises(PromptError):
-        llm.generate([ChunkedPrompt(tuple(TOKENS[:58]), (Span(0, 57),))], max_tokens=1)
+def test_a_chunk_that_does_not_fit_behind_its_sink_prefix_is_prefilled(smollm2, tokenizer):
+    """Inside the prompt it fits; alone, after a long sink prefix, it would not."""
+    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True, sink_prefix="a long text " * 20)
+    llm.chunk_cache._max_positions = 70
+    text = "Be brief. # # " + "The ferry leaves. " * 8 + "# # Open at ten. # # When does it open?"
+    [output] = llm.generate(text, max_tokens=3, temperature=0)
+    assert [(chunk.status, chunk.reason) for chunk in output.chunks] == [("prefilled", "too-long"), ("filled", "new")]
+    assert output.prefilled_tokens + output.filled_tokens == output.prompt_tokens
 
 
 @pytest.mark.parametrize(
@@ -118,6 +117,9 @@ def test_a_chunk_longer_than_the_model_can_take_alone_is_prefilled():
         ([list(range(3)) * 300], "exceed the model's 512 positions"),
         ([[1, 2, 300]], "between 0 and 299"),
         ([[1, -2, 3]], "between 0 and 299"),
+        ([[1, 2**40]], "between 0 and 299"),
+        ([1, 2, 3], "must be text, a list of token ids"),
+        ([None], "must be text, a list of token ids"),
     ],
 )
 def test_bad_prompts_are_one_line_and_lose_nothing(llm, bad, message):
@@ -196,13 +198,18 @@ def test_entries_survive_a_restart(tmp_path, algorithm):
         {"sink_prefix": "none"},
         {"chunk_context": "system"},
         {"dtype": torch.bfloat16},
+        {"config": {"rms_norm_eps": 1e-3}},
     ],
 )
 def test_entries_of_another_model_format_or_tenant_are_never_used(tmp_path, change):
-    with LLM(make("llama"), enable_chunk_cache=True, disk_path=tmp_path) as llm:
+    model = make("llama")
+    model.name_or_path = "the same name"
+    with LLM(model, enable_chunk_cache=True, disk_path=tmp_path) as llm:
         llm.generate([prompt(3, 20, 5)], max_tokens=1)
-    settings = {key: value for key, value in change.items() if key not in ("seed", "name", "dtype")}
+    settings = {key: value for key, value in change.items() if key not in ("seed", "name", "dtype", "config")}
     other = make(change.get("name", "llama"), change.get("seed", 0)).to(change.get("dtype", torch.float32))
+    other.config.update(change.get("config", {}))
+    other.name_or_path = "the same name"
     with LLM(other, enable_chunk_cache=True, disk_path=tmp_path, **settings) as llm:
         [output] = llm.generate([prompt(3, 20, 5)], max_tokens=1)
     assert [(chunk.status, chunk.reason) for chunk in output.chunks] == [("filled", "new")]
@@ -252,3 +259,89 @@ def test_clear_leaves_other_tenants_alone(tmp_path):
         a.chunk_cache.clear()
         modes = [llm.generate([prompt(3, 20, 5)], max_tokens=1)[0].mode for llm in (a, b)]
     assert modes == ["fill", "reuse"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spans"),
+    [((), ()), ((1, 2), (Span(0, 2),)), ((1, 2, 3), (Span(1, 1),)), ((1, 2, 3), (Span(1, 2), Span(0, 1)))],
+)
+def test_odd_chunked_prompts_are_refused(tokens, spans):
+    with pytest.raises(PromptError):
+        ChunkedPrompt(tokens, spans)
+
+
+def test_ids_out_of_range_with_a_real_tokenizer(smollm2, tokenizer):
+    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+    with pytest.raises(PromptError, match="between 0 and 49151"):
+        llm.generate([[1, 2**40]])
+
+
+def test_a_separator_the_tokenizer_lacks_matters_only_when_the_cache_is_on(smollm2):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    words = PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="a")
+    LLM(smollm2, words)
+    with pytest.raises(ConfigError, match="does not survive"):
+        LLM(smollm2, words, enable_chunk_cache=True)
+
+
+def test_unknown_model_is_one_line():
+    with pytest.raises(ConfigError, match="cannot load model '/nowhere/at/all'") as error:
+        LLM("/nowhere/at/all")
+    assert "\n" not in str(error.value)
+
+
+def test_both_ways_of_generating_sample_from_the_same_distribution(llm):
+    """Settings the model brings along, also ones we have no parameter for, hold with and without the cache."""
+    llm.model.generation_config.update(do_sample=True, min_p=0.2, suppress_tokens=[5, 6], temperature=3.0)
+    sampled = {True: set(), False: set()}
+    for use, seen in sampled.items():
+        for seed in range(200):
+            [output] = llm.generate(
+                [prompt(3, 20, 5)], max_tokens=1, seed=seed, use_chunk_cache=use, recompute_ratio=1.0
+            )
+            seen.add(output.token_ids)
+    assert len(sampled[True]) > 1
+    assert len(sampled[True] ^ sampled[False]) <= 2  # a rare token may come up in one and not in the other
+
+
+def test_threads_and_engines_share_a_model_safely(llm):
+    other = LLM(llm.model, enable_chunk_cache=True)
+    prompts = [prompt(3, 20 + n, 30, 5) for n in range(6)]
+    exact = [llm.generate([p], max_tokens=3, temperature=0, use_chunk_cache=False)[0].token_ids for p in prompts]
+
+    def work(number):
+        engine, use = (llm, other)[number % 2], number % 3 != 0
+        return [
+            engine.generate([p], max_tokens=3, temperature=0, recompute_ratio=1.0, use_chunk_cache=use)[0].token_ids
+            for p in prompts
+        ]
+
+    with ThreadPoolExecutor(6) as pool:
+        for result in pool.map(work, range(12)):
+            assert result == exact
+
+
+def test_chunked_attention_is_exact_when_recomputed():
+    model = make("llama4")
+    llm = LLM(model, enable_chunk_cache=True)
+    p = prompt(3, 20, 30, 5)
+    with llm.engine.session():
+        ours = llm.assemble(p, 1.0).logits
+    torch.testing.assert_close(ours, model(torch.tensor([p.token_ids])).logits[0, -1], atol=1e-4, rtol=0)
+
+
+def test_an_error_in_the_middle_leaves_the_model_as_it_was(llm):
+    before = llm.model.config._attn_implementation
+    with pytest.raises(RuntimeError, match="stop"), llm.engine.session():
+        raise RuntimeError("stop")
+    assert llm.model.config._attn_implementation == before
+
+
+def test_warm_is_limited_to_what_can_be_reused(smollm2, tokenizer):
+    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+    assert llm.chunk_cache.warm(["word " * 9000]) == 0
+    with pytest.raises(ConfigError, match="documents cannot be warmed"):
+        LLM(smollm2, tokenizer, enable_chunk_cache=True, chunk_context="system").chunk_cache.warm(["a b"])

@@ -22,6 +22,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -30,9 +32,13 @@ from transformers import (
     MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     SmolLM3Config,
@@ -136,7 +142,39 @@ SUPPORTED = {
             **_rope(),
         },
     ),
+    # Windows that these models put into their masks and nowhere else.
+    "qwen2-moe-window": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 0,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "phimoe-window": (PhimoeForCausalLM, PhimoeConfig, {"sliding_window": WINDOW, "num_local_experts": 4}),
     "smollm3-nope": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
+}
+
+# Exact when recomputed; but where its attention is cut depends on absolute positions, so a chunk moved to
+# another place is not the chunk computed there.
+CHUNKED = {
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            "attention_chunk_size": WINDOW,
+            "head_dim": 16,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "no_rope_layers": [1, 0, 1],
+        },
+    )
 }
 
 UNSUPPORTED = {
@@ -148,6 +186,6 @@ UNSUPPORTED = {
 
 def make(name: str, seed: int = 0) -> PreTrainedModel:
     """A model with random weights, different for every ``seed``."""
-    model_class, config_class, extra = (SUPPORTED | UNSUPPORTED)[name]
+    model_class, config_class, extra = (SUPPORTED | CHUNKED | UNSUPPORTED)[name]
     torch.manual_seed(seed)
     return model_class(config_class(**{**_BASE, **extra})).eval()

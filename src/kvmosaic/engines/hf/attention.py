@@ -1,22 +1,26 @@
 """Attention of any subset of a prompt's tokens, exact in position.
 
-Registered with transformers as one more attention implementation. While a plan is active every layer's
-queries see exactly the keys at or before their own position (and inside the layer's sliding window),
-whatever gaps lie between them; the arithmetic stays that of the model's own implementation.
+Registered with transformers as one more attention implementation. While a plan is active the model's own
+mask rule (causal, sliding window, chunked, …) is evaluated at the positions the rows really have, whatever
+gaps lie between them; the arithmetic stays that of the model's own implementation.
 """
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvmosaic.core.errors import UnsupportedModelError
 
 IMPLEMENTATION = "kvmosaic"
+
+exclusive = threading.RLock()
+"""Held by whoever runs a model: the plan below and a model's attention implementation are shared state."""
 
 
 class AttentionPlan:
@@ -27,28 +31,37 @@ class AttentionPlan:
         self.length = length
         self.calls = 0
         """How many layers came through here: a model that bypasses us must not be trusted."""
-        self._masks: dict[int | None, torch.Tensor] = {}
         rows = len(positions)
-        self._is_plain_causal = rows == length or (rows == 1 and int(positions[0]) == length - 1)
+        self.is_plain_causal = rows == length or (rows == 1 and int(positions[0]) == length - 1)
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
-        """``[1, 1, rows, length]`` bool, or ``None`` where ordinary causal attention does the same."""
-        if self._is_plain_causal and (window is None or window >= self.length):
-            return None
-        return self.dense_mask(window)
-
-    def dense_mask(self, window: int | None) -> torch.Tensor:
-        if window not in self._masks:
-            keys = torch.arange(self.length, device=self.positions.device)
-            mask = keys[None, :] <= self.positions[:, None]
-            if window is not None:
-                mask &= keys[None, :] > self.positions[:, None] - window
-            self._masks[window] = mask[None, None]
-        return self._masks[window]
+    def visible(self, rule: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """``[rows, length]`` bool: a transformers mask rule, asked about the rows' true positions."""
+        keys = torch.arange(self.length, device=self.positions.device)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.positions.device)
+        return rule(zero, zero, self.positions[:, None], keys[None, :])
 
 
 _plan: AttentionPlan | None = None
 _native = "sdpa"
+
+
+def _positional_mask(
+    *args: Any,
+    mask_function: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """``[1, 1, rows, length]``, or ``None`` where ordinary causal attention does the same."""
+    assert _plan is not None
+    reaches_all = local_size is None or local_size >= _plan.length
+    if _plan.is_plain_causal and reaches_all and allow_is_causal_skip and _native != "eager":
+        return None
+    mask = _plan.visible(mask_function)[None, None]
+    if _native != "eager":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _positional_attention(
@@ -57,43 +70,43 @@ def _positional_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert _plan is not None
-    assert attention_mask is None
     assert (query.shape[2], key.shape[2]) == (len(_plan.positions), _plan.length)
     _plan.calls += 1
+    if attention_mask is None and not _plan.is_plain_causal:
+        raise UnsupportedModelError(f"{type(module).__name__} does not take the attention mask it is given")
     if _native != "eager":
-        return sdpa_attention_forward(module, query, key, value, _plan.mask(sliding_window), **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     # Models with attention quirks (soft caps, learned sinks) define their own eager function.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} has no replaceable attention; use the model without cache"
+            f"{type(module).__name__} has no attention function that can be called with a mask"
         )
-    additive = torch.zeros_like(_plan.dense_mask(sliding_window), dtype=query.dtype)
-    additive.masked_fill_(~_plan.dense_mask(sliding_window), torch.finfo(query.dtype).min)
-    return eager(module, query, key, value, additive, sliding_window=sliding_window, **kwargs)
+    return eager(module, query, key, value, attention_mask, **kwargs)
 
 
 AttentionInterface.register(IMPLEMENTATION, _positional_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _positional_mask)
 
 
 @contextmanager
 def positional_attention(model: PreTrainedModel) -> Iterator[None]:
     """Route the model's attention through plans; on exit the model is as it was."""
     global _native
-    before = model.config.get_text_config()._attn_implementation
-    if before == IMPLEMENTATION:  # already routed: a fill in the middle of a request
-        yield
-        return
-    _native = "eager" if before == "eager" else "sdpa"
-    model.set_attn_implementation(IMPLEMENTATION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    with exclusive:
+        before = model.config.get_text_config()._attn_implementation
+        if before == IMPLEMENTATION:  # already routed: a fill in the middle of a request
+            yield
+            return
+        _native = "eager" if before == "eager" else "sdpa"
+        model.set_attn_implementation(IMPLEMENTATION)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
 
 
 @contextmanager

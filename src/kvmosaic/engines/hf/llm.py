@@ -1,7 +1,7 @@
 """``LLM``: parse, look up, fill, remap, blend, prefill, decode — for a transformers model in this process."""
 
 import logging
-import threading
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.hf.model import HFModel, max_positions
+from kvmosaic.engines.hf.model import HFModel, max_positions, sample_weights
 from kvmosaic.engines.hf.plain import Decoded, plain_generate
 from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.engines.hf.sampling import Sampler, SamplingParams, stop_ids
@@ -60,18 +60,15 @@ class LLM:
         self.config: ChunkCacheConfig = load_config(**settings)
         policy_for_ratio(self.config.recompute_ratio)
         if isinstance(model, PreTrainedModel):
-            self.model_name = model.name_or_path or type(model).__name__
             self.model = model.eval()
         else:
-            self.model_name = str(model)
-            folder = resolve(str(model))
-            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder)
+            self.model, loaded_tokenizer = _load(str(model), dtype, device)
+            tokenizer = tokenizer or loaded_tokenizer
         self.tokenizer = tokenizer
-        self.parser = ChunkTokenParser(tokenizer, self.config.chunk_separator)
+        self.parser = ChunkTokenParser(
+            tokenizer, self.config.chunk_separator if self.config.enable_chunk_cache else None
+        )
         self.max_positions = max_positions(self.model)
-        self._lock = threading.Lock()
         self._engine: HFModel | None = None
         self._chunk_cache: ChunkCache | None = None
         self._off_reason: str | None = "disabled"
@@ -81,23 +78,18 @@ class LLM:
             logger.info("the chunk cache is off; pass enable_chunk_cache=True to use it")
 
     def _start_chunk_cache(self) -> None:
+        sink = self._sink_tokens()
         try:
             self._engine = HFModel(self.model)
-        except UnsupportedModelError as error:
-            self._off_reason = f"unsupported model: {error}"
-            logger.warning("the chunk cache is off for %s: %s", self.model_name, error)
+        except Exception as error:  # whatever a model does with our cache: it can still generate without
+            reason = str(error) if isinstance(error, UnsupportedModelError) else f"{type(error).__name__}: {error}"
+            self._off_reason = f"unsupported model: {' '.join(reason.split())}"
+            logger.warning("the chunk cache is off: %s", self._off_reason)
             return
         self._off_reason = None
-        self._sink = self._sink_tokens()
-        self._fingerprints: dict[str | None, str] = {}
-        self._chunk_cache = ChunkCache(
-            self.config,
-            self.model_name,
-            self._fingerprint,
-            self._sink,
-            self.parser,
-            self._fill,
-        )
+        # The last part of a path or hub name: the same model has the same name wherever its folder is.
+        name = Path(self.model.name_or_path).name or f"{type(self.model).__name__}-{sample_weights(self.model)}"
+        self._chunk_cache = ChunkCache(self.config, name, sink, self.parser, self._engine, self.max_positions)
 
     def _sink_tokens(self) -> list[int]:
         prefix = self.config.sink_prefix
@@ -108,35 +100,30 @@ class LLM:
             return [] if bos is None else [bos]
         if self.tokenizer is None:
             raise ConfigError(f"sink_prefix={prefix!r}: a text needs a tokenizer; use 'bos' or 'none'")
-        return self.tokenizer.encode(prefix, add_special_tokens=False)
-
-    def _fingerprint(self, length: int) -> str:
-        regime = self.engine.regime(length)
-        if regime not in self._fingerprints:
-            self._fingerprints[regime] = self.engine.fingerprint(
-                regime=regime, sink=self._sink, context=self.config.chunk_context
-            )
-        return self._fingerprints[regime]
-
-    def _fill(
-        self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        with self.engine.session():
-            return self.engine.fill(context, chunks, length)
+        return self.parser.encode(prefix)
 
     @property
     def engine(self) -> HFModel:
         """The model as the chunk cache uses it."""
         if self._engine is None:
-            raise ConfigError(f"the chunk cache is off ({self._off_reason}); pass enable_chunk_cache=True")
+            raise ConfigError(f"the chunk cache is off: {self._off_reason}")
         return self._engine
 
     @property
     def chunk_cache(self) -> ChunkCache:
         """The chunk cache: ``get_stats()``, ``clear()``, ``warm(documents)``."""
         if self._chunk_cache is None:
-            raise ConfigError(f"the chunk cache is off ({self._off_reason}); pass enable_chunk_cache=True")
+            raise ConfigError(f"the chunk cache is off: {self._off_reason}")
         return self._chunk_cache
+
+    def chat_prompt(self, system: str, documents: Sequence[str], question: str) -> str:
+        """A prompt of these parts, in the model's chat format when it has one."""
+        separator = self.config.chunk_separator
+        body = separator.join(["", *documents, question])
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            return f"{system}{body}"
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": body}]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def generate(
         self,
@@ -157,9 +144,8 @@ class LLM:
         policy_for_ratio(ratio)
         batch = [prompts] if isinstance(prompts, (str, ChunkedPrompt)) else list(prompts)
         # A bad prompt is refused before any work is done for the good ones.
-        parsed = [self._parse(index, prompt, params) for index, prompt in enumerate(batch)]
-        with self._lock:
-            return [self._answer(prompt, params, ratio, use_chunk_cache, seconds) for prompt, seconds in parsed]
+        parsed = [self._parse(index, prompt, params, use_chunk_cache) for index, prompt in enumerate(batch)]
+        return [self._answer(prompt, params, ratio, use_chunk_cache, seconds) for prompt, seconds in parsed]
 
     def close(self) -> None:
         """Finish pending writes of the chunk cache."""
@@ -172,19 +158,32 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _parse(self, index: int, source: Prompt, params: SamplingParams) -> tuple[ChunkedPrompt, float]:
+    def _parse(
+        self, index: int, source: Prompt, params: SamplingParams, use_chunk_cache: bool
+    ) -> tuple[ChunkedPrompt, float]:
         """The parsed prompt and the seconds it took, which count towards its TTFT."""
         start = time.perf_counter()
-        prompt = source if isinstance(source, ChunkedPrompt) else self.parser.parse(source)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if isinstance(source, ChunkedPrompt):
+            prompt, tokens = source, list(source.token_ids)
+        elif isinstance(source, str):
+            tokens = self.parser.encode(source)
+        else:
+            try:
+                tokens = [operator.index(token) for token in source]
+            except TypeError:
+                raise PromptError(f"prompt {index} must be text, a list of token ids or a ChunkedPrompt") from None
+        if not all(0 <= token < vocabulary for token in tokens):
+            raise PromptError(f"prompt {index}: token ids must be between 0 and {vocabulary - 1}")
+        if not isinstance(source, ChunkedPrompt):
+            search = use_chunk_cache and self._off_reason is None
+            prompt = self.parser.parse(tokens) if search else ChunkedPrompt(tuple(tokens), ())
         total = len(prompt.token_ids) + params.max_tokens
         if self.max_positions is not None and total > self.max_positions:
             raise PromptError(
                 f"prompt {index}: {len(prompt.token_ids)} tokens + max_tokens {params.max_tokens} exceed the "
                 f"model's {self.max_positions} positions; shorten one of them"
             )
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if not all(0 <= token < vocabulary for token in prompt.token_ids):
-            raise PromptError(f"prompt {index}: token ids must be between 0 and {vocabulary - 1}")
         return prompt, time.perf_counter() - start
 
     def _answer(
@@ -192,7 +191,7 @@ class LLM:
     ) -> RequestOutput:
         start = time.perf_counter() - parse_seconds
         reason = self._off_reason if use_chunk_cache else "disabled"
-        if reason is None and prompt.chunks and self.engine.regime(len(prompt.token_ids)) is None:
+        if reason is None and prompt.chunks and not self.chunk_cache.serves(len(prompt.token_ids)):
             reason = "rope-length"
         reports: tuple[ChunkReport, ...] = ()
         recomputed = 0
@@ -210,7 +209,7 @@ class LLM:
         return RequestOutput(
             text=self.tokenizer.decode(decoded.tokens, skip_special_tokens=True) if self.tokenizer else "",
             token_ids=tuple(decoded.tokens),
-            finish_reason="stop" if decoded.tokens[-1] in stop_ids(self.model.generation_config) else "length",
+            finish_reason="stop" if decoded.tokens[-1] in stop_ids(self.model) else "length",
             mode="fill" if filled else "reuse" if cached else "plain",
             ttft_ms=decoded.ttft_ms,
             prompt_tokens=len(prompt.token_ids),
@@ -219,15 +218,15 @@ class LLM:
             recomputed_tokens=recomputed,
             prefilled_tokens=len(prompt.token_ids) - cached - filled,
             chunks=reports,
-            fallback_reason=reason if prompt.chunks else None,
+            fallback_reason=reason,
         )
 
     def assemble(self, prompt: ChunkedPrompt, ratio: float, room: int = 0) -> Assembled:
         """Put the request's KV together: chunks from the store, everything else computed in one pass, with
         ``room`` tokens left for the answer. Call it inside ``engine.session()``."""
         engine, length = self.engine, len(prompt.token_ids)
-        context = self._context(prompt)
-        usable = [span for span in prompt.chunks if self._fits(len(context) + len(span))]
+        context = self.chunk_cache.context_of(prompt)
+        usable = [span for span in prompt.chunks if self.chunk_cache.fits(len(span), context)]
         found = self.chunk_cache.find_or_fill([prompt.tokens_of(span) for span in usable], context, length)
         kv = RequestKV(engine.format, length + room, self.model.device)
         reports = {span: ChunkReport(span, "prefilled", None, "too-long") for span in prompt.chunks}
@@ -248,18 +247,10 @@ class LLM:
 
         return Assembled(logits, lambda so_far: engine.step(so_far, kv), tuple(reports.values()), len(blended))
 
-    def _context(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
-        if self.config.chunk_context == "system":
-            return prompt.tokens_of(prompt.system)
-        return self.chunk_cache.sink
-
-    def _fits(self, length: int) -> bool:
-        return self.max_positions is None or length <= self.max_positions
-
     def _decode(self, prompt: ChunkedPrompt, assembled: Assembled, params: SamplingParams, start: float) -> Decoded:
         """Sample until a stop token or the limit."""
-        sampler = Sampler(params, self.model.generation_config, self.model.device)
-        stops = stop_ids(self.model.generation_config)
+        sampler = Sampler(self.model, params, len(prompt.token_ids))
+        stops = stop_ids(self.model)
         so_far = list(prompt.token_ids)
         output: list[int] = []
         logits, ttft_ms = assembled.logits, 0.0
@@ -272,3 +263,15 @@ class LLM:
             if token in stops or len(output) == params.max_tokens:
                 return Decoded(output, ttft_ms)
             logits = assembled.step(so_far)
+
+
+def _load(
+    model: str, dtype: str | torch.dtype, device: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    folder = resolve(model)
+    try:
+        network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load model {model!r}: {' '.join(str(error).split())[:300]}") from None
+    return network.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer

@@ -11,17 +11,15 @@ from transformers import Cache, PreTrainedModel
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat
 from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.core.key import format_fingerprint
-from kvmosaic.core.rotation import CosSin, rotation_between
+from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.hf.attention import AttentionPlan, active_plan, positional_attention
 from kvmosaic.engines.hf.request_kv import CapturedKV, RequestKV
-from kvmosaic.engines.hf.rotary import LayerRotary, RotaryTable, explain_layer, find_tables, regime_of, rope_switches
-from kvmosaic.kernels.remap import LayerTurn, remap
+from kvmosaic.engines.hf.rotary import find_tables, regime_of, rope_switches
+from kvmosaic.engines.rotary import LayerRotary, explain_layer, turns_for
+from kvmosaic.kernels.remap import remap
 
 FILL_BATCH_TOKENS = 4096
 """Most tokens, padding included, that one fill forward computes."""
-
-KV = tuple[torch.Tensor, torch.Tensor]
-"""K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -42,14 +40,23 @@ class HFModel:
         self.model = model.eval()
         self.max_positions = max_positions(model)
         self._tables = find_tables(model, model.dtype)
-        self.regime = lru_cache(maxsize=4096)(lambda length: regime_of(self._tables, length))
-        self._weights = _sample_weights(model)
+        self._regime = lru_cache(maxsize=4096)(lambda length: regime_of(self._tables, length))
+        attention = model.config.get_text_config()._attn_implementation
         probe = self._probe_tokens()
         with torch.inference_mode():
             expected = model(input_ids=torch.tensor([probe], device=model.device)).logits[0, -1]
         with self.session():
             self.format, self._rotary = self._measure(probe)
             self._verify(probe, expected)
+        # All of the configuration: a window or a norm's epsilon changes KV as much as a weight does.
+        config = model.config.get_text_config().to_dict()
+        self._identity: dict[str, object] = {
+            "weights": sample_weights(model),
+            "config": {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")},
+            "attention": attention,
+            "format": self.format,
+            "columns": [rotary.columns if rotary else None for rotary in self._rotary],
+        }
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -59,16 +66,11 @@ class HFModel:
                 table.reset()
             yield
 
-    def fingerprint(self, **fields: object) -> str:
-        """Fingerprint of this model's entries: geometry, rope and (a sample of) the weights themselves."""
-        return format_fingerprint(
-            engine="hf",
-            weights=self._weights,
-            format=self.format,
-            rope=getattr(self.model.config.get_text_config(), "rope_parameters", None),
-            columns=[rotary.columns if rotary else None for rotary in self._rotary],
-            **fields,
-        )
+    def fingerprint(self, length: int) -> str | None:
+        """What KV depends on besides tokens: the configuration, (a sample of) the weights, and the rotary
+        tables in force in prompts of ``length`` tokens; ``None`` where those are good for one length only."""
+        regime = self._regime(length)
+        return None if regime is None else format_fingerprint(regime=regime, **self._identity)
 
     def forward(self, tokens: Sequence[int], positions: Sequence[int], kv: RequestKV, length: int) -> torch.Tensor:
         """The sparse forward: compute the tokens at ``positions`` (ascending) of a sequence of ``length``
@@ -96,24 +98,17 @@ class HFModel:
                 results[index] = captured.row(row, slice(len(context), len(context) + len(chunks[index])))
             batch.clear()
 
-        for index in sorted(range(len(chunks)), key=lambda index: len(chunks[index])):
-            if batch and (len(context) + len(chunks[index])) * (len(batch) + 1) > FILL_BATCH_TOKENS:
-                run_batch()
-            batch.append(index)
-        if batch:
+        with self.session():
+            for index in sorted(range(len(chunks)), key=lambda index: len(chunks[index])):
+                if batch and (len(context) + len(chunks[index])) * (len(batch) + 1) > FILL_BATCH_TOKENS:
+                    run_batch()
+                batch.append(index)
             run_batch()
         return [results[index] for index in range(len(chunks))]
 
     def remap(self, entry: ChunkKV, kv: RequestKV, position: int, length: int) -> None:
         """Place ``entry`` at ``position`` of a prompt of ``length`` tokens."""
-        old = range(entry.first_position, entry.first_position + len(entry.tokens))
-        new = range(position, position + len(entry.tokens))
-        turns: dict[RotaryTable, CosSin] = {
-            rotary.table: rotation_between(rotary.table.rows(old, length), rotary.table.rows(new, length))
-            for rotary in {rotary.table: rotary for rotary in self._rotary if rotary}.values()
-        }
-        per_layer = [LayerTurn(rotary.columns, turns[rotary.table]) if rotary else None for rotary in self._rotary]
-        remap(entry, kv.k, kv.v, position, per_layer)
+        remap(entry, kv.k, kv.v, position, turns_for(entry, position, length, self._rotary))
 
     def _run(
         self, rows: Sequence[Sequence[int]], positions: torch.Tensor, cache: Cache, plan: AttentionPlan
@@ -160,7 +155,9 @@ class HFModel:
         old, new = range(len(tokens)), range(shift, shift + len(tokens))
         try:
             at_old, at_new = (self._capture([tokens], place.start, new.stop) for place in (old, new))
-        except (TypeError, AttributeError, IndexError, KeyError, ValueError, AssertionError) as error:
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not take a cache of our own ({type(error).__name__}: {error}); "
                 "only models that keep nothing but keys and values per token can reuse chunks"
@@ -190,19 +187,23 @@ class HFModel:
         return KVFormat(len(layers), heads, k_dim, v_dim, dtype), rotary
 
     def _verify(self, tokens: Sequence[int], expected: torch.Tensor) -> None:
-        """A sparse forward of everything, over a cache of rubbish, must give what the model gives."""
-        kv = RequestKV(self.format, len(tokens), self.model.device)
-        kv.k.normal_()
-        kv.v.normal_()
-        ours = self.forward(tokens, range(len(tokens)), kv, len(tokens))
-        difference = float((ours.float() - expected.float()).norm() / expected.float().norm())
-        if not difference < (1e-3 if self.format.dtype == torch.float32 else 5e-2):
-            raise UnsupportedModelError(
-                f"a full recompute differs from a plain prefill by {difference:.1%}; reuse would change its answers"
-            )
+        """Sparse forwards over a cache of rubbish must give what the model gives: first of everything, then,
+        with every other token spoilt again, of just the spoilt ones."""
+        length = len(tokens)
+        kv = RequestKV(self.format, length, self.model.device)
+        for positions in (range(length), range((length - 1) % 2, length, 2)):
+            where = torch.tensor(list(positions), device=self.model.device)
+            kv.k.index_fill_(2, where, 1.5)
+            kv.v.index_fill_(2, where, -2.5)
+            ours = self.forward([tokens[position] for position in positions], positions, kv, length)
+            difference = float((ours.float() - expected.float()).norm() / expected.float().norm())
+            if not difference < (1e-3 if self.format.dtype == torch.float32 else 5e-2):
+                raise UnsupportedModelError(
+                    f"recomputing differs from a plain prefill by {difference:.1%}; reuse would change its answers"
+                )
 
 
-def _sample_weights(model: PreTrainedModel) -> str:
+def sample_weights(model: PreTrainedModel) -> str:
     """Digest of a few values of every weight, so that another fine-tune of the same shape gets other keys."""
     digest = xxhash.xxh3_64()
     for name, parameter in sorted(model.named_parameters()):

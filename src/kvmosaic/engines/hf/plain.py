@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from kvmosaic.engines.hf.attention import exclusive
 from kvmosaic.engines.hf.rotary import find_tables
 from kvmosaic.engines.hf.sampling import SamplingParams
 
@@ -34,28 +35,17 @@ class _Clock(BaseStreamer):
 
 def plain_generate(model: PreTrainedModel, tokens: Sequence[int], params: SamplingParams, start: float) -> Decoded:
     """Answer with a full prefill and the model's own ``generate``; ``start`` is when the request came in."""
-    for table in find_tables(model, model.dtype):
-        table.reset()
-    options: dict[str, Any] = {
-        name: value
-        for name in ("top_p", "top_k", "repetition_penalty")
-        if (value := getattr(params, name)) is not None
-    }
-    if params.temperature is not None:
-        options["do_sample"] = params.temperature > 0
-        if params.temperature > 0:
-            options["temperature"] = params.temperature
     ids = torch.tensor([list(tokens)], device=model.device)
     clock = _Clock()
-    with torch.random.fork_rng(enabled=params.seed is not None):
+    with exclusive, torch.random.fork_rng(enabled=params.seed is not None):
+        for table in find_tables(model, model.dtype):
+            table.reset()
         if params.seed is not None:
             torch.manual_seed(params.seed)
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=params.max_tokens,
-            num_beams=1,
             streamer=clock,
-            **options,
+            **params.generate_options(),
         )
     return Decoded(output[0, len(tokens) :].tolist(), (clock.times[1] - start) * 1e3)

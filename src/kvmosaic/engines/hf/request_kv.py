@@ -40,6 +40,9 @@ class RequestKV(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._length, 0
+
 
 class CapturedKV(Cache):
     """Records what a model would cache, layer by layer, for rows that see only themselves."""
@@ -56,6 +59,9 @@ class CapturedKV(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
 
     def row(self, index: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one batch row, ``[heads, layers, tokens, dim]`` each."""

@@ -1,25 +1,17 @@
-"""Finds out, by asking the model, which cached columns rotate, how, and by which table.
-
-Model classes differ in where they keep rotary tables, in how they pair columns, and in what they cache
-(MLA caches a latent and rotates only its last columns). Instead of knowing each by name we compute the
-same tokens at two positions and look for the turn that explains the difference, layer by layer. A model
-whose keys move in any other way (learned or absolute positions, FoPE, dual-chunk) is found out here.
-"""
+"""The rotary tables of a transformers model, and how they depend on the prompt's length."""
 
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 import xxhash
 
-from kvmosaic.core.errors import UnsupportedModelError
-from kvmosaic.core.rotation import CosSin, RotaryColumns, rotate_, rotation_between
+from kvmosaic.core.rotation import CosSin
 
 
 @dataclass(frozen=True)
-class RotaryTable:
+class TransformersTable:
     """One rotary table of the model: a rotary module, and the layer type it is asked for if it has several."""
 
     module: torch.nn.Module
@@ -43,7 +35,7 @@ class RotaryTable:
 
     @property
     def may_switch(self) -> bool:
-        """Whether the table depends on the sequence's length at all; spares the others a look each step."""
+        """Whether the table has two lasting sets (longrope); spares the others a look each step."""
         kind = getattr(self.module, "rope_type", "default")
         return "longrope" in (kind if isinstance(kind, str) else kind.values())
 
@@ -66,7 +58,7 @@ def _one_per_pair(table: torch.Tensor) -> slice:
     return slice(None)
 
 
-def regime_of(tables: Sequence[RotaryTable], length: int) -> str | None:
+def regime_of(tables: Sequence[TransformersTable], length: int) -> str | None:
     """Name of the rotary tables in force for a prompt of ``length`` tokens: longrope has two sets, most
     models one. ``None`` where every length has its own (dynamic NTK past its limit): an entry made for
     one prompt would be wrong in any other."""
@@ -77,7 +69,7 @@ def regime_of(tables: Sequence[RotaryTable], length: int) -> str | None:
     return xxhash.xxh3_64_hexdigest(now) if now in (before, after) else None
 
 
-def rope_switches(tables: Sequence[RotaryTable], length: int) -> bool:
+def rope_switches(tables: Sequence[TransformersTable], length: int) -> bool:
     """Whether a sequence growing to ``length`` tokens moves from one lasting set of tables to another."""
     if not any(table.may_switch for table in tables):
         return False
@@ -85,7 +77,7 @@ def rope_switches(tables: Sequence[RotaryTable], length: int) -> bool:
     return None not in (before, now) and before != now
 
 
-def find_tables(model: torch.nn.Module, dtype: torch.dtype) -> list[RotaryTable]:
+def find_tables(model: torch.nn.Module, dtype: torch.dtype) -> list[TransformersTable]:
     """All rotary tables of the model."""
     tables = []
     for module in model.modules():
@@ -93,59 +85,7 @@ def find_tables(model: torch.nn.Module, dtype: torch.dtype) -> list[RotaryTable]
             continue
         if "layer_type" in inspect.signature(module.forward).parameters:
             kinds = [kind for kind in vars(module)["layer_types"] if hasattr(module, f"{kind}_inv_freq")]
-            tables += [RotaryTable(module, kind, dtype) for kind in kinds]
+            tables += [TransformersTable(module, kind, dtype) for kind in kinds]
         else:
-            tables.append(RotaryTable(module, None, dtype))
+            tables.append(TransformersTable(module, None, dtype))
     return tables
-
-
-@dataclass(frozen=True)
-class LayerRotary:
-    """How one layer's cached rows depend on position."""
-
-    table: RotaryTable
-    columns: RotaryColumns
-
-
-Rows = tuple[torch.Tensor, torch.Tensor]
-"""K ``[heads, tokens, k_dim]`` and V ``[heads, tokens, v_dim]`` of one layer."""
-
-
-def explain_layer(
-    layer: int, at_old: Rows, at_new: Rows, old: range, new: range, tables: Sequence[RotaryTable]
-) -> LayerRotary | None:
-    """What turns the rows computed at ``old`` into those at ``new``; ``None`` when nothing has to turn."""
-    length = max(old.stop, new.stop)
-    best: tuple[float, LayerRotary | None] = (_distance(at_old, at_new), None)
-    for table in tables:
-        turn = rotation_between(table.rows(old, length), table.rows(new, length))
-        for columns in _column_choices(2 * turn.cos.shape[-1], at_old):
-            moved = (at_old[0].clone(), at_old[1].clone())
-            rotate_(moved[0 if columns.part == "k" else 1], turn, columns)
-            best = min(best, (_distance(moved, at_new), LayerRotary(table, columns)), key=lambda pair: pair[0])
-    # Rounding alone separates right from seen; a wrong pairing is off by tens of percent.
-    tolerance = 1e-3 if at_old[0].dtype == torch.float32 else 5e-2
-    if not best[0] < tolerance:
-        raise UnsupportedModelError(
-            f"the keys of layer {layer} do not move with position like rotary ones (closest: {best[0]:.1%} off); "
-            "chunks of this model cannot be reused at another position"
-        )
-    return best[1]
-
-
-def _column_choices(width: int, rows: Rows) -> list[RotaryColumns]:
-    choices = []
-    for part, interleaved in product(("k", "v"), (False, True)):
-        dim = rows[0 if part == "k" else 1].shape[-1]
-        if width <= dim:
-            starts = sorted({0, dim - width})
-            choices += [RotaryColumns(part, start, width, interleaved) for start in starts]
-    return choices
-
-
-def _distance(ours: Rows, theirs: Rows) -> float:
-    """Relative difference of the two, the worse of K and V."""
-    return max(
-        float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30)) if b.numel() else 0.0
-        for a, b in zip(ours, theirs, strict=True)
-    )

@@ -1,16 +1,11 @@
-"""Choosing the next token, with the model's own generation settings as defaults."""
+"""Choosing the next token exactly as the model's own ``generate`` would."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
 
 from kvmosaic.core.errors import PromptError
 
@@ -38,44 +33,50 @@ class SamplingParams:
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise PromptError(f"repetition_penalty={self.repetition_penalty}: must be positive")
 
+    def generate_options(self) -> dict[str, Any]:
+        """The settings that differ from the model's own, in the words of ``generate``."""
+        options = {
+            name: value
+            for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.temperature is not None:
+            options["do_sample"] = self.temperature > 0
+            if self.temperature == 0:
+                del options["temperature"]
+        return {**options, "max_new_tokens": self.max_tokens, "num_beams": 1}
+
 
 class Sampler:
-    """Picks tokens for one request."""
+    """Picks tokens for one request, with the processors transformers itself would set up."""
 
-    def __init__(self, params: SamplingParams, defaults: GenerationConfig, device: torch.device) -> None:
-        def choose(name: str) -> float | None:
-            value = getattr(params, name)
-            return getattr(defaults, name, None) if value is None else value
-
-        temperature = choose("temperature") if params.temperature is not None or defaults.do_sample else 0.0
-        self._greedy = temperature == 0.0
-        self._processors = LogitsProcessorList()
-        penalty, top_k, top_p = choose("repetition_penalty"), choose("top_k"), choose("top_p")
-        if penalty not in (None, 1.0):
-            self._processors.append(RepetitionPenaltyLogitsProcessor(penalty))
-        if not self._greedy:
-            if temperature not in (None, 1.0):
-                self._processors.append(TemperatureLogitsWarper(float(temperature)))
-            if top_k:
-                self._processors.append(TopKLogitsWarper(int(top_k)))
-            if top_p is not None and top_p < 1.0:
-                self._processors.append(TopPLogitsWarper(top_p))
-        self._generator = torch.Generator(device)
-        if params.seed is not None:
-            self._generator.manual_seed(params.seed)
-        else:
+    def __init__(self, model: PreTrainedModel, params: SamplingParams, prompt_length: int) -> None:
+        config, _ = model._prepare_generation_config(None, **params.generate_options())
+        model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=model.device)
+        self._greedy = not config.do_sample
+        self._processors: LogitsProcessorList = model._get_logits_processor(
+            config,
+            input_ids_seq_length=prompt_length,
+            logits_processor=LogitsProcessorList(),
+            device=model.device,
+            model_kwargs={},
+        )
+        self._generator = torch.Generator(model.device)
+        if params.seed is None:
             self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
 
     def pick(self, logits: torch.Tensor, so_far: list[int]) -> int:
         """The next token after ``so_far`` (prompt and output) given its logits ``[vocab]``."""
         ids = torch.tensor([so_far], device=logits.device)
-        scores = self._processors(ids, logits.float()[None]) if self._processors else logits[None]
+        scores = self._processors(ids, logits.float()[None])
         if self._greedy:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
 
-def stop_ids(defaults: GenerationConfig) -> frozenset[int]:
+def stop_ids(model: PreTrainedModel) -> frozenset[int]:
     """Tokens that end an answer."""
-    eos = defaults.eos_token_id
+    eos = model.generation_config.eos_token_id
     return frozenset(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from kvmosaic.store.codec import max_file_bytes, read_entry, read_key, write_ent
 logger = logging.getLogger(__name__)
 
 SET_ASIDE = "set-aside"
+INCOMING = "incoming"
 SUFFIX = ".safetensors"
 STALE_SECONDS = 3600
 _MAX_NAME = 100
@@ -37,7 +39,7 @@ def _folder(text: str) -> str:
     name = quote(text, safe="")
     if len(name) > _MAX_NAME:
         return f"{name[:_MAX_NAME]}%{xxhash.xxh3_128_hexdigest(text.encode())}"
-    if name in ("", ".", "..", SET_ASIDE):
+    if name in ("", ".", "..", SET_ASIDE, INCOMING):
         return f"%{name}"  # quoting never yields "%" followed by one of these
     return name
 
@@ -81,7 +83,9 @@ class DiskTier(Tier):
     def put(self, entry: ChunkKV) -> int:
         path = self._root / entry_path(entry.key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
+        # In a folder of our own on the same filesystem, so that cleaning up can never touch anybody's files.
+        temporary = self._root / INCOMING / uuid.uuid4().hex
+        temporary.parent.mkdir(exist_ok=True)
         try:
             write_entry(temporary, entry)
             size = temporary.stat().st_size
@@ -124,6 +128,10 @@ class DiskTier(Tier):
             logger.warning("cannot read %s (%s); check its permissions", path, error)
         return None
 
+    def remove_set_aside(self) -> None:
+        """Delete the damaged files that were kept for a look."""
+        shutil.rmtree(self._root / SET_ASIDE, ignore_errors=True)
+
     def _set_aside(self, path: Path, reason: Exception) -> None:
         """Move a file away, so that it is neither met again nor lost."""
         self.set_aside += 1
@@ -140,9 +148,8 @@ class DiskTier(Tier):
         logger.warning("set a damaged entry aside: %s (%s)", target, reason)
 
     def _remove_stale_temporary_files(self) -> None:
-        """Those of writers that died; a living one takes seconds. The library, too, first writes to a file of
-        its own, named ``.tmp`` and something."""
-        for path in self._root.glob("*/*/*/.tmp*"):
+        """Those of writers that died; a living one takes seconds."""
+        for path in (self._root / INCOMING).glob("*"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > STALE_SECONDS:
                     path.unlink()

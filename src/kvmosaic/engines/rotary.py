@@ -1,0 +1,93 @@
+"""Finds out, by asking the model, which cached columns rotate, how, and by which table.
+
+Model classes differ in where they keep rotary tables, in how they pair columns, and in what they cache
+(MLA caches a latent and rotates only its last columns). Instead of knowing each by name we compute the
+same tokens at two positions and look for the turn that explains the difference, layer by layer. A model
+whose keys move in any other way (learned or absolute positions, FoPE, dual-chunk) is found out here.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, Protocol
+
+import torch
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.errors import UnsupportedModelError
+from kvmosaic.core.rotation import CosSin, RotaryColumns, rotate_, rotation_between
+from kvmosaic.kernels.remap import LayerTurn
+
+
+class RotaryTable(Hashable, Protocol):
+    """One rotary table of a model."""
+
+    def rows(self, positions: Sequence[int], sequence_length: int) -> CosSin:
+        """Table rows at ``positions`` as the model makes them for a prompt of ``sequence_length`` tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerRotary:
+    """How one layer's cached rows depend on position."""
+
+    table: RotaryTable
+    columns: RotaryColumns
+
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""K ``[heads, tokens, k_dim]`` and V ``[heads, tokens, v_dim]`` of one layer."""
+
+
+def explain_layer(
+    layer: int, at_old: Rows, at_new: Rows, old: range, new: range, tables: Sequence[RotaryTable]
+) -> LayerRotary | None:
+    """What turns the rows computed at ``old`` into those at ``new``; ``None`` when nothing has to turn."""
+    length = max(old.stop, new.stop)
+    best: tuple[float, LayerRotary | None] = (_distance(at_old, at_new), None)
+    for table in tables:
+        turn = rotation_between(table.rows(old, length), table.rows(new, length))
+        for columns in _column_choices(2 * turn.cos.shape[-1], at_old):
+            moved = (at_old[0].clone(), at_old[1].clone())
+            rotate_(moved[0 if columns.part == "k" else 1], turn, columns)
+            best = min(best, (_distance(moved, at_new), LayerRotary(table, columns)), key=lambda pair: pair[0])
+    # Rounding alone separates right from seen; a wrong pairing is off by tens of percent.
+    tolerance = 1e-3 if at_old[0].dtype == torch.float32 else 5e-2
+    if not best[0] < tolerance:
+        raise UnsupportedModelError(
+            f"the keys of layer {layer} do not move with position like rotary ones (closest: {best[0]:.1%} off); "
+            "chunks of this model cannot be reused at another position"
+        )
+    return best[1]
+
+
+def _column_choices(width: int, rows: Rows) -> list[RotaryColumns]:
+    choices = []
+    parts: tuple[Literal["k", "v"], ...] = ("k", "v")
+    for part, interleaved in product(parts, (False, True)):
+        dim = rows[0 if part == "k" else 1].shape[-1]
+        if width <= dim:
+            starts = sorted({0, dim - width})
+            choices += [RotaryColumns(part, start, width, interleaved) for start in starts]
+    return choices
+
+
+def _distance(ours: Rows, theirs: Rows) -> float:
+    """Relative difference of the two, the worse of K and V."""
+    return max(
+        float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30)) if b.numel() else 0.0
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def turns_for(
+    entry: ChunkKV, position: int, length: int, rotary: Sequence[LayerRotary | None]
+) -> list[LayerTurn | None]:
+    """How each layer of ``entry`` turns on its way to ``position`` of a prompt of ``length`` tokens."""
+    old = range(entry.first_position, entry.first_position + len(entry.tokens))
+    new = range(position, position + len(entry.tokens))
+    turns: dict[RotaryTable, CosSin] = {
+        table: rotation_between(table.rows(old, length), table.rows(new, length))
+        for table in dict.fromkeys(layer.table for layer in rotary if layer)
+    }
+    return [LayerTurn(layer.columns, turns[layer.table]) if layer else None for layer in rotary]

@@ -1,0 +1,1 @@
+"""The production engine: unmodified vLLM, extended through its own connector and worker interfaces."""

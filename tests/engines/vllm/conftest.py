@@ -1,0 +1,20 @@
+"""One real vLLM engine for the whole module, in this process."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+pytest.importorskip("vllm")
+
+SMALL = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "disable_log_stats": False}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    from kvmosaic.vllm import LLM
+
+    return LLM("smollm2-135m", enable_chunk_cache=True, **SMALL)

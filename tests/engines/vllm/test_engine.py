@@ -1,0 +1,124 @@
+"""Chunk reuse inside vLLM: real engine, real model."""
+
+import random
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from kvmosaic.hf import LLM as HFEngine
+
+SEPARATOR = " # # "
+DOCUMENTS = [
+    "The ferry Cormorant connects Port Almery with Sill Island four times a day; the first boat leaves at 6:40.",
+    "The Old Kiln Bakery on Lantern Street is owned by Tomas Reed, who learned the trade from his aunt.",
+    "The library is closed on Mondays. Its head librarian is Miriam Okafor, who came eleven years ago.",
+    "Stormcap is a blue goat cheese that ripens for five months in a cave behind the quarry.",
+]
+
+
+def prompt(system, documents, question="Tell me about it. It is"):
+    return SEPARATOR.join([system, *documents, question])
+
+
+def answer(llm, texts, **params):
+    sampling = SamplingParams(
+        max_tokens=10,
+        temperature=0,
+        logprobs=1,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )
+    return llm.generate(texts, sampling, use_tqdm=False)
+
+
+def plain(llm, texts):
+    return answer(llm, texts, chunk_cache=False)
+
+
+def same(ours, theirs):
+    assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+    for mine, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+        for token in mine.keys() & other.keys():
+            assert mine[token].logprob == pytest.approx(other[token].logprob, abs=1e-3)
+
+
+def test_ratio_one_is_plain_vllm(llm):
+    texts = [prompt("You are helpful.", DOCUMENTS), prompt("Be brief.", DOCUMENTS[::-1])]
+    for _ in range(2):
+        for ours, theirs in zip(answer(llm, texts, recompute_ratio=1.0), plain(llm, texts), strict=True):
+            same(ours, theirs)
+
+
+def test_documents_are_reused_in_another_order_under_another_system_prompt(llm):
+    answer(llm, [prompt("First system prompt.", DOCUMENTS)])
+    before = llm.get_stats()
+    [second] = answer(llm, [prompt("Quite another one, and longer than the first.", DOCUMENTS[::-1])])
+    after = llm.get_stats()
+    assert after["cache_hits"] - before["cache_hits"] == len(DOCUMENTS)
+    assert after["cache_misses"] == before["cache_misses"]
+    assert second.num_cached_tokens > 90
+
+
+def test_logits_equal_those_of_the_embedded_engine(llm, smollm2, tokenizer):
+    """The embedded engine defines what reuse gives; vLLM must give the same."""
+    reference = HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
+    text = prompt("You are helpful.", [DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[2]])
+    parsed = reference.parser.parse(text)
+    with reference.engine.session():
+        logits = reference.assemble(parsed, 0.0).logits
+    [output] = answer(llm, [text])
+    for token, logprob in output.outputs[0].logprobs[0].items():
+        assert logprob.logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-3)
+    [expected] = reference.generate(text, max_tokens=5, temperature=0)
+    assert tuple(output.outputs[0].token_ids[:5]) == expected.token_ids[:5]
+
+
+def test_plain_requests_never_meet_reused_kv(llm):
+    """Prefix caching is on: after chunked requests, a plain one must still compute everything exactly."""
+    text = prompt("A system prompt used only here.", random.sample(DOCUMENTS, 4), "Well then, the answer is")
+    answer(llm, [text])
+    answer(llm, [text])
+    [first] = plain(llm, [text])
+    [again] = plain(llm, [text])
+    same(again, first)
+    with torch.inference_mode():
+        [exact] = answer(llm, [text], recompute_ratio=1.0)
+    same(first, exact)
+
+
+def test_a_batch_gives_what_each_request_gives_alone(llm):
+    texts = []
+    for number in range(6):
+        texts.append(prompt(f"System prompt number {number}.", random.sample(DOCUMENTS, random.randint(1, 4))))
+        texts.append(f"Just a plain question number {number}, without documents. The answer is")
+    alone = [answer(llm, [text])[0] for text in texts]
+    for ours, single in zip(answer(llm, texts), alone, strict=True):
+        same(ours, single)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [DOCUMENTS[0], DOCUMENTS[0]],
+        ["x"],
+        [f"Note {number}." for number in range(60)],
+        [" ".join(DOCUMENTS) * 3],
+    ],
+    ids=["repeated", "tiny", "many", "long"],
+)
+def test_odd_chunks(llm, documents, smollm2, tokenizer):
+    text = prompt("You are helpful.", documents)
+    [exact], [theirs] = answer(llm, [text], recompute_ratio=1.0), plain(llm, [text])
+    same(exact, theirs)
+    reference = HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
+    [expected] = reference.generate(text, max_tokens=3, temperature=0)
+    [ours] = answer(llm, [text])
+    assert tuple(ours.outputs[0].token_ids[:3]) == expected.token_ids[:3]
+
+
+def test_bad_request_parameters_fall_back_to_plain(llm, caplog):
+    text = prompt("You are helpful.", DOCUMENTS)
+    [ours] = answer(llm, [text], recompute_ratio=0.5)
+    [theirs] = plain(llm, [text])
+    same(ours, theirs)
