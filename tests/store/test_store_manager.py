@@ -176,15 +176,22 @@ def test_restart_keeps_everything_bit_equal(tmp_path: Path) -> None:
         assert same(found, entry)
 
 
-def test_a_smaller_budget_at_restart_evicts_the_oldest(tmp_path: Path) -> None:
+def test_a_smaller_budget_after_a_restart_evicts_the_oldest_at_the_next_write(tmp_path: Path) -> None:
     store = two_tiers(tmp_path)
     for number in range(6):
         store.put(make_entry(number))
         store.flush()
     store.close()
     sizes = [file.stat().st_size for file in tmp_path.rglob("*.safetensors")]
-    store = two_tiers(tmp_path, disk=3 * max(sizes))
-    assert [store.contains(make_entry(number).key) for number in range(6)] == [False] * 3 + [True] * 3
+    budget = 3 * max(sizes) + 4096
+    store = two_tiers(tmp_path, disk=budget)
+    assert all(store.contains(make_entry(number).key) for number in range(6))
+    store.put(make_entry(6))
+    store.flush()
+    there = [store.contains(make_entry(number).key) for number in range(7)]
+    assert there == sorted(there)
+    assert there[-1]
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) <= budget
 
 
 def test_pins_nest_and_can_come_before_the_entry() -> None:
@@ -380,3 +387,21 @@ def test_a_tier_that_is_down_from_the_start_stops_nobody() -> None:
     assert not store.put(make_entry(1))
     store.clear()
     assert store.get_stats()["write_errors"] == 1
+
+
+def test_opening_with_a_smaller_budget_deletes_nothing(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path)
+    entries = [make_entry(n) for n in range(4)]
+    for entry in entries:
+        store.put(entry)
+    store.close()
+    two_tiers(tmp_path, disk=0).close()
+    again = two_tiers(tmp_path)
+    assert all(find(again, entry).tier == "disk" for entry in entries)
+
+
+def test_a_pipe_named_like_an_entry_is_passed_over(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b" / "c"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / f"{'0' * 32}-5.safetensors")
+    assert not list(two_tiers(tmp_path).scan())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvmosaic.core.errors import PromptError
 from kvmosaic.engines.hf.llm import LLM
 from kvmosaic.engines.hf.request_kv import RequestKV
 
@@ -26,6 +27,8 @@ def run(model: str, tokens: int = 512, repeats: int = 7, progress: Callable[[str
         settings: dict[str, Any] = {"enable_chunk_cache": True, "disk_path": Path(folder)}
         # The disk tier alone: without host memory nothing is promoted, so every look-up reads the file.
         with LLM(loaded, **settings, host_memory=0) as from_disk, LLM(loaded, **settings) as from_host:
+            if from_host.max_positions is not None and PLACE + tokens > from_host.max_positions:
+                raise PromptError(f"--tokens {tokens}: the model has {from_host.max_positions} positions, use fewer")
             progress("computing")
             result["compute_ms"] = _median(lambda: _obtain(from_host, chunk, expect=None), repeats, from_host)
             from_host.chunk_cache.store.flush()

@@ -7,7 +7,7 @@ import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV
-from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
@@ -65,9 +65,13 @@ class ChunkCache:
         """Whether chunks can be reused in prompts of ``length`` tokens."""
         return self._engine.fingerprint(length) is not None
 
-    def fits(self, chunk_length: int, context: Sequence[int]) -> bool:
-        """Whether a chunk can be computed after ``context`` within the model's positions."""
-        return self._max_positions is None or len(context) + chunk_length <= self._max_positions
+    def fits(self, chunk_length: int, context: Sequence[int], length: int) -> bool:
+        """Whether a chunk can be computed after ``context`` within the model's positions, and with the rotary
+        tables of a prompt of ``length`` tokens: with a long context it may be longer than the prompt itself."""
+        alone = len(context) + chunk_length
+        if self._max_positions is not None and alone > self._max_positions:
+            return False
+        return alone <= length or self._engine.fingerprint(alone) == self._engine.fingerprint(length)
 
     def context_of(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
         """What the chunks of this prompt are computed after."""
@@ -110,11 +114,13 @@ class ChunkCache:
         different rope tables for short and long prompts."""
         if self._config.chunk_context == "system":
             raise ConfigError("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
+        if isinstance(documents, str):
+            raise PromptError("warm() takes a list of documents, not one text")
         chunks = [self._parser.document_tokens(document) for document in documents]
-        chunks = [chunk for chunk in chunks if self.fits(len(chunk), self.sink)]
+        length = prompt_length or len(self.sink) + max(map(len, chunks), default=0)
+        chunks = [chunk for chunk in chunks if self.fits(len(chunk), self.sink, length)]
         if not chunks:
             return 0
-        length = prompt_length or len(self.sink) + max(map(len, chunks))
         if not self.serves(length):
             raise ConfigError(f"this model's rope table is different for every prompt of {length} tokens or more")
         found = self.find_or_fill(chunks, self.sink, length)

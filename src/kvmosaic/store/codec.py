@@ -51,7 +51,7 @@ def read_key(path: Path) -> ChunkKey:
     with open(path, "rb") as file:
         try:
             return ChunkKey.parse(_read_header(file)["__metadata__"]["key"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptEntryError(f"unreadable header: {error!r}") from error
 
 

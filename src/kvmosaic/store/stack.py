@@ -36,7 +36,8 @@ class TierStack:
         """Copies whose last read failed: they count as absent until they are written anew."""
         for level, tier in enumerate(self.tiers):
             for info in self._scan(tier):
-                self._adopt(level, info.key, info.nbytes)
+                # Opening a store evicts nothing, even if there is more than this process would keep.
+                self._adopt(level, info.key, info.nbytes, make_room=False)
 
     def size(self, level: int, key: ChunkKey) -> int | None:
         """Bytes ``key`` takes at ``level`` now, or ``None``. A tier that fails counts as not having it."""
@@ -58,6 +59,8 @@ class TierStack:
     def read(self, level: int, key: ChunkKey) -> tuple[ChunkKV | None, MissReason | None]:
         """The entry of ``key`` at ``level``, or what went wrong if anything did."""
         tier = self.tiers[level]
+        if (level, key) in self._unreadable:
+            return None, None
         try:
             entry = tier.get(key)
         except CorruptEntryError:
@@ -103,7 +106,8 @@ class TierStack:
         self.writer.flush()
         with self.lock:
             for tier in self.tiers:
-                for key in [info.key for info in self._scan(tier) if matching(info.key)]:
+                known = [key for key, record in self.index if tier.name in record.nbytes]
+                for key in filter(matching, dict.fromkeys([*known, *(info.key for info in self._scan(tier))])):
                     self._delete(tier, key)
                     self.index.remove(key, tier.name)
                     if tier.name in self.policies:
@@ -146,7 +150,7 @@ class TierStack:
             self._complain(tier, "list its entries", error)
             return []
 
-    def _adopt(self, level: int, key: ChunkKey, nbytes: int) -> None:
+    def _adopt(self, level: int, key: ChunkKey, nbytes: int, make_room: bool = True) -> None:
         """Take an entry that is in a tier into account."""
         tier = self.tiers[level]
         if self.index.holds(key, tier.name):
@@ -155,7 +159,8 @@ class TierStack:
         policy = self.policies.get(tier.name)
         if policy is not None:
             policy.add(key, nbytes)
-            self._make_room(level, 0)  # what another process wrote may be more than fits
+            if make_room:
+                self._make_room(level, 0)  # what another process wrote may be more than fits
 
     def _forget(self, level: int, key: ChunkKey) -> None:
         """Stop counting an entry that vanished, unless it is back by now."""

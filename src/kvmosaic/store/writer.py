@@ -31,7 +31,7 @@ class BackgroundWriter:
         self._jobs: dict[ChunkKey, _Job] = {}
         self._queued_bytes = 0
         self._changed = threading.Condition()
-        self._running = False
+        self._thread: threading.Thread | None = None
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """The queued entry of ``key``."""
@@ -48,9 +48,7 @@ class BackgroundWriter:
             self._drop(entry.key)
             self._jobs[entry.key] = _Job(entry, level)
             self._queued_bytes += entry.nbytes
-            if not self._running:
-                threading.Thread(target=self._run, name="kvmosaic-writer").start()
-                self._running = True
+            self._start()
 
     def wait_for_room(self) -> None:
         """Wait while more than the queue's bytes are waiting to be written."""
@@ -60,7 +58,16 @@ class BackgroundWriter:
     def flush(self, key: ChunkKey | None = None) -> None:
         """Wait until ``key``, or everything, is written or has failed."""
         with self._changed:
+            if self._jobs:
+                self._start()
             self._changed.wait_for(lambda: key not in self._jobs if key else not self._jobs)
+
+    def _start(self) -> None:
+        """Have a thread running; one that a fork left behind in the parent does not count."""
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=self._run, name="kvmosaic-writer")
+            thread.start()
+            self._thread = thread
 
     def _drop(self, key: ChunkKey) -> None:
         job = self._jobs.pop(key, None)
@@ -71,7 +78,7 @@ class BackgroundWriter:
             with self._changed:
                 job = next(iter(self._jobs.values()), None)
                 if job is None:
-                    self._running = False
+                    self._thread = None
                     return
             try:
                 self._write(job.entry, job.level)

@@ -120,6 +120,8 @@ def test_a_chunk_that_does_not_fit_behind_its_sink_prefix_is_prefilled(smollm2, 
         ([[1, 2**40]], "between 0 and 299"),
         ([1, 2, 3], "must be text, a list of token ids"),
         ([None], "must be text, a list of token ids"),
+        ([b"bytes"], "must be text, a list of token ids"),
+        ([[1.5, 2.0]], "must be text, a list of token ids"),
     ],
 )
 def test_bad_prompts_are_one_line_and_lose_nothing(llm, bad, message):
@@ -134,6 +136,11 @@ def test_bad_prompts_are_one_line_and_lose_nothing(llm, bad, message):
 @pytest.mark.parametrize(
     "bad",
     [
+        {"max_tokens": 1.5},
+        {"temperature": float("nan")},
+        {"temperature": 1e-39},
+        {"seed": 2**64},
+        {"top_k": 1.5},
         {"max_tokens": 0},
         {"temperature": -1.0},
         {"top_p": 0.0},
@@ -345,3 +352,25 @@ def test_warm_is_limited_to_what_can_be_reused(smollm2, tokenizer):
     assert llm.chunk_cache.warm(["word " * 9000]) == 0
     with pytest.raises(ConfigError, match="documents cannot be warmed"):
         LLM(smollm2, tokenizer, enable_chunk_cache=True, chunk_context="system").chunk_cache.warm(["a b"])
+
+
+@pytest.mark.parametrize("change", ["one row", "training"])
+def test_weights_changed_after_the_start_make_new_entries(llm, change):
+    p = prompt(3, 20, 5)
+    llm.generate([p], max_tokens=1)
+    if change == "training":
+        llm.model.train()
+    else:
+        with torch.no_grad():
+            llm.model.get_input_embeddings().weight[p.token_ids[10]] *= -1
+    [output] = llm.generate([p], max_tokens=1)
+    assert output.mode == ("reuse" if change == "training" else "fill")
+    assert llm.model.training == (change == "training")
+
+
+def test_a_chunk_alone_may_be_in_another_rope_regime_than_its_prompt(tokenizer):
+    """Behind a long sink prefix the chunk alone is past longrope's switch, the prompt is not: do not store that."""
+    llm = LLM(make("phi3-longrope"), enable_chunk_cache=True)
+    llm.chunk_cache.sink = tuple(range(3, 11))
+    [output] = llm.generate([ChunkedPrompt(tuple(TOKENS[:62]), (Span(0, 61),))], max_tokens=1)
+    assert [(chunk.status, chunk.reason) for chunk in output.chunks] == [("prefilled", "too-long")]

@@ -173,6 +173,7 @@ CHUNKED = {
             "intermediate_size_mlp": 96,
             "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
             "no_rope_layers": [1, 0, 1],
+            "attn_temperature_tuning": False,
         },
     )
 }
@@ -180,6 +181,12 @@ CHUNKED = {
 UNSUPPORTED = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, {"n_positions": 512}),
     "bloom": (BloomForCausalLM, BloomConfig, {}),
+    # Scales queries by positions it derives from the length of its cache.
+    "llama4-tuned": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {**CHUNKED["llama4"][2], "attn_temperature_tuning": True, "floor_scale": 64},
+    ),
     "mamba": (MambaForCausalLM, MambaConfig, {"state_size": 8}),
 }
 

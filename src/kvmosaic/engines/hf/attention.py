@@ -97,16 +97,17 @@ def positional_attention(model: PreTrainedModel) -> Iterator[None]:
     """Route the model's attention through plans; on exit the model is as it was."""
     global _native
     with exclusive:
-        before = model.config.get_text_config()._attn_implementation
+        config = model.config.get_text_config()
+        before = config._attn_implementation
         if before == IMPLEMENTATION:  # already routed: a fill in the middle of a request
             yield
             return
         _native = "eager" if before == "eager" else "sdpa"
-        model.set_attn_implementation(IMPLEMENTATION)
+        config._attn_implementation = IMPLEMENTATION
         try:
             yield
         finally:
-            model.set_attn_implementation(before)
+            config._attn_implementation = before
 
 
 @contextmanager

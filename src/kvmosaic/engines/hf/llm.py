@@ -18,7 +18,7 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.hf.model import HFModel, max_positions, sample_weights
+from kvmosaic.engines.hf.model import HFModel, max_positions
 from kvmosaic.engines.hf.plain import Decoded, plain_generate
 from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.engines.hf.sampling import Sampler, SamplingParams, stop_ids
@@ -88,7 +88,7 @@ class LLM:
             return
         self._off_reason = None
         # The last part of a path or hub name: the same model has the same name wherever its folder is.
-        name = Path(self.model.name_or_path).name or f"{type(self.model).__name__}-{sample_weights(self.model)}"
+        name = Path(self.model.name_or_path).name or f"{type(self.model).__name__}-{self._engine.weights}"
         self._chunk_cache = ChunkCache(self.config, name, sink, self.parser, self._engine, self.max_positions)
 
     def _sink_tokens(self) -> list[int]:
@@ -170,6 +170,8 @@ class LLM:
             tokens = self.parser.encode(source)
         else:
             try:
+                if isinstance(source, (bytes, bytearray)):
+                    raise TypeError
                 tokens = [operator.index(token) for token in source]
             except TypeError:
                 raise PromptError(f"prompt {index} must be text, a list of token ids or a ChunkedPrompt") from None
@@ -226,7 +228,7 @@ class LLM:
         ``room`` tokens left for the answer. Call it inside ``engine.session()``."""
         engine, length = self.engine, len(prompt.token_ids)
         context = self.chunk_cache.context_of(prompt)
-        usable = [span for span in prompt.chunks if self.chunk_cache.fits(len(span), context)]
+        usable = [span for span in prompt.chunks if self.chunk_cache.fits(len(span), context, length)]
         found = self.chunk_cache.find_or_fill([prompt.tokens_of(span) for span in usable], context, length)
         kv = RequestKV(engine.format, length + room, self.model.device)
         reports = {span: ChunkReport(span, "prefilled", None, "too-long") for span in prompt.chunks}

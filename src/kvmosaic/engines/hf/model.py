@@ -48,10 +48,12 @@ class HFModel:
         with self.session():
             self.format, self._rotary = self._measure(probe)
             self._verify(probe, expected)
+        self._versions = self._weight_versions()
+        self.weights = weights_digest(model)
         # All of the configuration: a window or a norm's epsilon changes KV as much as a weight does.
         config = model.config.get_text_config().to_dict()
         self._identity: dict[str, object] = {
-            "weights": sample_weights(model),
+            "weights": self.weights,
             "config": {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")},
             "attention": attention,
             "format": self.format,
@@ -62,15 +64,27 @@ class HFModel:
     def session(self) -> Iterator[None]:
         """Every forward of one request happens inside a session; the model is untouched outside."""
         with positional_attention(self.model), torch.inference_mode():
+            training = self.model.training
+            self.model.eval()  # dropout would be stored
             for table in self._tables:
                 table.reset()
-            yield
+            try:
+                yield
+            finally:
+                self.model.train(training)
 
     def fingerprint(self, length: int) -> str | None:
-        """What KV depends on besides tokens: the configuration, (a sample of) the weights, and the rotary
+        """What KV depends on besides tokens: the configuration, the weights as they are now, and the rotary
         tables in force in prompts of ``length`` tokens; ``None`` where those are good for one length only."""
+        if self._versions != self._weight_versions():
+            self._versions = self._weight_versions()
+            self._identity["weights"] = weights_digest(self.model)
         regime = self._regime(length)
         return None if regime is None else format_fingerprint(regime=regime, **self._identity)
+
+    def _weight_versions(self) -> int:
+        """Changes whenever weights are changed in place, by a training step for example."""
+        return sum(parameter._version for parameter in self.model.parameters() if not parameter.is_inference())
 
     def forward(self, tokens: Sequence[int], positions: Sequence[int], kv: RequestKV, length: int) -> torch.Tensor:
         """The sparse forward: compute the tokens at ``positions`` (ascending) of a sequence of ``length``
@@ -203,11 +217,12 @@ class HFModel:
                 )
 
 
-def sample_weights(model: PreTrainedModel) -> str:
-    """Digest of a few values of every weight, so that another fine-tune of the same shape gets other keys."""
+def weights_digest(model: PreTrainedModel) -> str:
+    """Digest of all weights: another fine-tune of the same shape must get other keys, even if one row differs."""
     digest = xxhash.xxh3_64()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 64)].float().cpu().contiguous()
-        digest.update(name.encode() + sample.numpy().tobytes())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        digest.update(name.encode())
+        for part in flat.split(2**28):
+            digest.update(memoryview(part.cpu().numpy()))
     return digest.hexdigest()

@@ -6,9 +6,26 @@ import torch
 from transformers import Cache
 
 from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.errors import UnsupportedModelError
 
 
-class RequestKV(Cache):
+class _PositionedCache(Cache):
+    """A cache whose rows have positions of their own, so that its length says nothing about them."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise UnsupportedModelError("it derives positions from the length of its cache, not from those it is given")
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0  # not used: the active attention plan makes the mask
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0  # not used either
+
+
+class RequestKV(_PositionedCache):
     """The KV of one request, at its true positions: remapped chunks plus what the model computes.
 
     ``k`` is ``[layers, heads, capacity, k_dim]``, ``v`` ``[layers, heads, capacity, v_dim]``. Before a
@@ -17,7 +34,7 @@ class RequestKV(Cache):
     """
 
     def __init__(self, kv_format: KVFormat, capacity: int, device: torch.device) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         shape = (kv_format.layers, kv_format.heads, capacity)
         self.k = torch.empty(*shape, kv_format.k_dim, dtype=kv_format.dtype, device=device)
         self.v = torch.empty(*shape, kv_format.v_dim, dtype=kv_format.dtype, device=device)
@@ -37,18 +54,12 @@ class RequestKV(Cache):
         v.index_copy_(1, self._positions, value_states[0])
         return k[None, :, : self._length], v[None, :, : self._length]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._length, 0
-
-
-class CapturedKV(Cache):
+class CapturedKV(_PositionedCache):
     """Records what a model would cache, layer by layer, for rows that see only themselves."""
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(
@@ -56,12 +67,6 @@ class CapturedKV(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.captured[layer_idx] = (key_states, value_states)
         return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
     def row(self, index: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one batch row, ``[heads, layers, tokens, dim]`` each."""

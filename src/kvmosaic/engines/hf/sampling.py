@@ -1,5 +1,6 @@
 """Choosing the next token exactly as the model's own ``generate`` would."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,24 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name, whole in (
+            ("max_tokens", True),
+            ("top_k", True),
+            ("seed", True),
+            ("temperature", False),
+            ("top_p", False),
+            ("repetition_penalty", False),
+        ):
+            value = getattr(self, name)
+            kind = int if whole else (int, float)
+            if value is not None and (not isinstance(value, kind) or not math.isfinite(value)):
+                raise PromptError(f"{name}={value!r}: must be a {'whole ' if whole else 'finite '}number")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise PromptError(f"seed={self.seed}: must be at least 0 and below 2**63")
         if self.max_tokens < 1:
             raise PromptError(f"max_tokens={self.max_tokens}: must be at least 1")
-        if self.temperature is not None and self.temperature < 0:
-            raise PromptError(f"temperature={self.temperature}: must not be negative; 0 is greedy")
+        if self.temperature is not None and self.temperature != 0 and self.temperature < 1e-3:
+            raise PromptError(f"temperature={self.temperature}: must be 0 (greedy) or at least 0.001")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise PromptError(f"top_p={self.top_p}: must be above 0 and at most 1")
         if self.top_k is not None and self.top_k < 0:
@@ -79,4 +94,4 @@ class Sampler:
 def stop_ids(model: PreTrainedModel) -> frozenset[int]:
     """Tokens that end an answer."""
     eos = model.generation_config.eos_token_id
-    return frozenset(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+    return frozenset() if eos is None else frozenset(torch.as_tensor(eos).reshape(-1).tolist())

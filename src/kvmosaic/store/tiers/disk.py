@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -108,7 +109,8 @@ class DiskTier(Tier):
             if _ENTRY_NAME.fullmatch(path.name) and path.relative_to(self._root).parts[0] != SET_ASIDE:
                 with suppress(OSError):  # another process may remove it at any time
                     status = path.stat()
-                    found.append((status.st_mtime_ns, status.st_size, path))
+                    if stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
+                        found.append((status.st_mtime_ns, status.st_size, path))
         for _, size, path in sorted(found):
             key = self._key_of(path)
             if key is not None:
@@ -134,7 +136,6 @@ class DiskTier(Tier):
 
     def _set_aside(self, path: Path, reason: Exception) -> None:
         """Move a file away, so that it is neither met again nor lost."""
-        self.set_aside += 1
         target = self._root / SET_ASIDE / path.relative_to(self._root)
         target = target.with_name(f"{target.name}.{time.time_ns()}")
         try:
@@ -145,6 +146,7 @@ class DiskTier(Tier):
         except OSError as error:
             logger.warning("%s is damaged (%s) and cannot be moved (%s); please remove it", path, reason, error)
             return
+        self.set_aside += 1
         logger.warning("set a damaged entry aside: %s (%s)", target, reason)
 
     def _remove_stale_temporary_files(self) -> None:
