@@ -37,6 +37,8 @@ class ChunkCacheConfig(BaseSettings):
     """``bos``, ``none``, or a literal text whose KV is computed before a chunk and then dropped."""
     recompute_ratio: float = Field(0.0, ge=0.0, le=1.0)
     """Share of a request's chunk tokens that a blend recomputes."""
+    chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
+    """Share of a GPU's memory that the device tier takes (vLLM engine)."""
     host_memory: ByteSize = Field(ByteSize(2 * 1024**3), ge=0)
     """Byte budget of the host tier; accepts ``2GiB``."""
     disk_path: Path | None = None

@@ -51,8 +51,9 @@ class ChunkCache:
         parser: ChunkTokenParser,
         engine: FillingEngine,
         max_positions: int | None,
+        device_pool: torch.Tensor | None = None,
     ) -> None:
-        self.store: ChunkStorageManager = open_store(config)
+        self.store: ChunkStorageManager = open_store(config, device_pool)
         self.sink = tuple(sink)
         self._config = config
         self._model = model
@@ -102,7 +103,7 @@ class ChunkCache:
         if missing:
             filled = self._engine.fill(context, list(missing), length)
             for (chunk, reason), (k, v) in zip(missing.items(), filled, strict=True):
-                entry = ChunkKV.from_kv(self.key(chunk, context, length), chunk, context, k.cpu(), v.cpu())
+                entry = ChunkKV.from_kv(self.key(chunk, context, length), chunk, context, k, v)
                 self.store.put(entry)
                 found[chunk] = Found(entry, None, reason)
         return [found[tuple(chunk)] for chunk in chunks]

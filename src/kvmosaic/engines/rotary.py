@@ -81,11 +81,12 @@ def _distance(ours: Rows, theirs: Rows) -> float:
 
 
 def turns_for(
-    entry: ChunkKV, position: int, length: int, rotary: Sequence[LayerRotary | None]
+    moves: Sequence[tuple[ChunkKV, int]], length: int, rotary: Sequence[LayerRotary | None]
 ) -> list[LayerTurn | None]:
-    """How each layer of ``entry`` turns on its way to ``position`` of a prompt of ``length`` tokens."""
-    old = range(entry.first_position, entry.first_position + len(entry.tokens))
-    new = range(position, position + len(entry.tokens))
+    """How each layer of some entries, one after the other, turns on its way to the given positions of a prompt of
+    ``length`` tokens."""
+    old = [entry.first_position + i for entry, _ in moves for i in range(len(entry.tokens))]
+    new = [position + i for entry, position in moves for i in range(len(entry.tokens))]
     turns: dict[RotaryTable, CosSin] = {
         table: rotation_between(table.rows(old, length), table.rows(new, length))
         for table in dict.fromkeys(layer.table for layer in rotary if layer)

@@ -29,13 +29,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def write_entry(path: Path, entry: ChunkKV) -> None:
-    """Write ``entry``, whose data is contiguous and on the CPU; raises ``OSError``."""
+    """Write ``entry``; raises ``OSError``."""
+    data = entry.data.cpu().contiguous()
     tokens = torch.tensor(entry.tokens, dtype=torch.int32)
     context = torch.tensor(entry.context, dtype=torch.int32)
-    fields = _fields(entry)
+    fields = _fields(entry, data)
     fields["checksum"] = _checksum(fields, _bytes_of(tokens), _bytes_of(context))
     try:
-        save_file({"kv": entry.data, "tokens": tokens, "context": context}, path, metadata=fields)
+        save_file({"kv": data, "tokens": tokens, "context": context}, path, metadata=fields)
     except SafetensorError as error:  # how the library reports a full or read-only disk
         raise OSError(str(error)) from error
 
@@ -120,7 +121,7 @@ def _read_tensor(file: BufferedReader, header: dict[str, Any], name: str) -> Byt
     return buffer
 
 
-def _fields(entry: ChunkKV) -> dict[str, str]:
+def _fields(entry: ChunkKV, data: torch.Tensor) -> dict[str, str]:
     return {
         "format": FORMAT_NAME,
         "key": str(entry.key),
@@ -129,7 +130,7 @@ def _fields(entry: ChunkKV) -> dict[str, str]:
         "k_dim": str(entry.format.k_dim),
         "v_dim": str(entry.format.v_dim),
         "dtype": str(entry.format.dtype).removeprefix("torch."),
-        "head_checksums": _head_checksums(_bytes_of(entry.data)),
+        "head_checksums": _head_checksums(_bytes_of(data)),
     }
 
 

@@ -3,10 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
@@ -40,6 +37,7 @@ class ChunkStorageManager:
                 break
             if level > 0:
                 self._stack.promote(level, entry)
+                entry = self._stack.read(0, key)[0] or entry
             with self._lock:
                 self._hits[tier.name] += 1
                 # In all tiers, or the slower ones would evict what is so popular that they never see it.
@@ -61,7 +59,6 @@ class ChunkStorageManager:
         stack, key = self._stack, entry.key
         if stack.contains(key):
             return True
-        entry = _owned(entry)
         with self._lock:
             if stack.size(0, key) is not None or stack.writer.get(key) is not None:
                 return True  # another thread was faster
@@ -120,6 +117,7 @@ class ChunkStorageManager:
                 "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
                 "total_chunks": len(stack.index),
                 "current_memory_mb": held_mb.get("host", 0.0),
+                "device_mb": held_mb.get("device", 0.0),
                 "disk_mb": held_mb.get("disk", 0.0),
                 "cache_hits": hits,
                 "cache_misses": misses,
@@ -129,12 +127,3 @@ class ChunkStorageManager:
                 "corrupt_set_aside": sum(tier.set_aside for tier in stack.tiers),
                 "pinned": len(stack.index.pins),
             }
-
-
-def _owned(entry: ChunkKV) -> ChunkKV:
-    """The entry with memory of its own: contiguous, on the CPU, and not a view that keeps more alive than
-    the budget knows of."""
-    data = entry.data
-    if data.device.type == "cpu" and data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes:
-        return entry
-    return replace(entry, data=data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))

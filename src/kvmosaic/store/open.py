@@ -2,18 +2,24 @@
 
 import logging
 
+import torch
+
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.store.base import Tier
 from kvmosaic.store.manager import ChunkStorageManager
+from kvmosaic.store.tiers.device import DeviceTier
 from kvmosaic.store.tiers.disk import DiskTier
 from kvmosaic.store.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
 
 
-def open_store(config: ChunkCacheConfig) -> ChunkStorageManager:
-    """A store with a host tier and, when ``disk_path`` is set and usable, a disk tier below it."""
+def open_store(config: ChunkCacheConfig, device_pool: torch.Tensor | None = None) -> ChunkStorageManager:
+    """A store with a host tier, above it a device tier when a pool is given, and below it, when ``disk_path`` is
+    set and usable, a disk tier."""
     tiers: list[Tier] = [HostTier(config.host_memory)]
+    if device_pool is not None:
+        tiers.insert(0, DeviceTier(device_pool))
     if config.disk_path is not None:
         try:
             tiers.append(DiskTier(config.disk_path.expanduser(), config.disk_space))

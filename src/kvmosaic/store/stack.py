@@ -10,6 +10,7 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, MissReason, Tier
 from kvmosaic.store.eviction import S3Fifo
 from kvmosaic.store.index import ChunkHashIndex
+from kvmosaic.store.tiers.host import in_host_memory
 from kvmosaic.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,8 @@ class TierStack:
             entry, _ = self.read(level, key)
             if entry is not None:
                 self.counts["demotions"] += 1
-                self.writer.add(entry, below)
+                # A copy: what a tier handed out may be a view of memory that is about to be used again.
+                self.writer.add(in_host_memory(entry), below)
         self._delete(tier, key)
         self.index.remove(key, tier.name, evicted=True)
         self.counts["evictions"] += 1

@@ -122,7 +122,7 @@ class HFModel:
 
     def remap(self, entry: ChunkKV, kv: RequestKV, position: int, length: int) -> None:
         """Place ``entry`` at ``position`` of a prompt of ``length`` tokens."""
-        remap(entry, kv.k, kv.v, position, turns_for(entry, position, length, self._rotary))
+        remap(entry, kv.k, kv.v, position, turns_for([(entry, position)], length, self._rotary))
 
     def _run(
         self, rows: Sequence[Sequence[int]], positions: torch.Tensor, cache: Cache, plan: AttentionPlan

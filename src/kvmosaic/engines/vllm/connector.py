@@ -70,7 +70,7 @@ class ChunkConnector(KVConnectorBase_V1):
     # --- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        runner = current_runner()
+        runner, device_pool = current_runner()
         if runner is None:
             raise ConfigError(
                 "the chunk connector needs its worker; start vLLM with "
@@ -85,7 +85,7 @@ class ChunkConnector(KVConnectorBase_V1):
             "tensor_parallel": (self._vllm_config.parallel_config.tensor_parallel_size, runner_rank(runner)),
         }
         self.loader = ChunkLoader(
-            self._config, model.model, identity, self._sink(), self._parser, forward, runner.model
+            self._config, model.model, identity, self._sink(), self._parser, forward, runner.model, device_pool
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

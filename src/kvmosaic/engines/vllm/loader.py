@@ -1,6 +1,7 @@
 """Worker side: find or fill a request's chunks, remap them into its blocks, compute what is fresh."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,9 @@ from kvmosaic.engines.vllm.rotary import find_tables
 from kvmosaic.engines.vllm.scheduler import ChunkLoad
 from kvmosaic.engines.vllm.sparse import Row, SparseForward
 
+SCRATCH_BYTES = 512 * 1024**2
+"""Most bytes of KV that a remap holds between entries and blocks."""
+
 
 class ChunkLoader:
     """Brings the KV of requests' chunks into their blocks."""
@@ -29,6 +33,7 @@ class ChunkLoader:
         parser: ChunkTokenParser,
         forward: SparseForward,
         network: torch.nn.Module,
+        device_pool: torch.Tensor | None,
     ) -> None:
         self._config = config
         self._forward = forward
@@ -38,7 +43,7 @@ class ChunkLoader:
             columns=[rotary.columns if rotary else None for rotary in self._rotary],
             **identity,
         )
-        self.cache = ChunkCache(config, model, sink, parser, self, None)
+        self.cache = ChunkCache(config, model, sink, parser, self, None, device_pool)
 
     def fingerprint(self, length: int) -> str:
         """The same for every prompt: vLLM's rotary tables do not depend on its length."""
@@ -53,30 +58,41 @@ class ChunkLoader:
         room = min(len(row) * size for row, size in zip(self._scratch, forward.block_sizes, strict=True))
         wanted = [span for span in prompt.chunks if span.end > load.first]
         usable = [span for span in wanted if len(context) + len(span) <= room]
-        found = self.cache.find_or_fill([prompt.tokens_of(span) for span in usable], context, len(prompt.token_ids))
-        for span, (entry, _, _) in zip(usable, found, strict=True):
-            self._place(entry, span.start, load)
+        entries = self.cache.find_or_fill([prompt.tokens_of(span) for span in usable], context, len(prompt.token_ids))
+        self._place([(found.entry, span.start) for span, found in zip(usable, entries, strict=True)], load)
         reused = type(prompt)(prompt.token_ids, tuple(usable))
         blended = policy_for_ratio(load.ratio)(reused)
         end = prompt.question.start
         positions = sorted(p for p in {*reused.fresh_positions(), *blended} if load.first <= p < end)
         forward.run([Row(prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(positions)])
 
-    def _place(self, entry: ChunkKV, position: int, load: ChunkLoad) -> None:
-        """Remap one entry; positions below ``load.first`` belong to blocks that others may share."""
-        forward = self._forward
-        turns = turns_for(entry, position, len(load.prompt.token_ids), self._rotary)
-        skip = max(0, load.first - position)
-        positions = torch.arange(position + skip, position + len(entry.tokens), device=forward.device)
-        slots = forward.slots(positions, load.blocks)
-        data = entry.data.to(forward.device, non_blocking=True)
-        moved = ChunkKV(entry.key, entry.tokens, entry.context, entry.format, data)
-        for index, (layer, turn) in enumerate(zip(forward.layers, turns, strict=True)):
-            rows = {"k": moved.k[:, index].clone(), "v": moved.v[:, index].clone()}
-            if turn is not None:
-                rotate_(rows[turn.columns.part], turn.turn, turn.columns)
-            k, v = (rows[part][:, skip:].transpose(0, 1).contiguous() for part in ("k", "v"))
-            forward.write(layer, k, v, slots)
+    def _place(self, moves: Sequence[tuple[ChunkKV, int]], load: ChunkLoad) -> None:
+        """Remap entries to their positions, all of a request together: a few operations for a few layers at once,
+        not for every chunk and layer. Positions below ``load.first`` are in blocks that others may share."""
+        if not moves:
+            return
+        forward, kv_format = self._forward, moves[0][0].format
+        turns = turns_for(moves, len(load.prompt.token_ids), self._rotary)
+        positions = torch.cat([torch.arange(at, at + len(entry.tokens)) for entry, at in moves])
+        keep = slice(int((positions < load.first).sum()), None)  # they ascend
+        slots = forward.slots(positions[keep].to(forward.device), load.blocks)
+        sources = [entry.data.to(forward.device, non_blocking=True) for entry, _ in moves]
+        moved = [replace(entry, data=data) for (entry, _), data in zip(moves, sources, strict=True)]
+        count = len(positions)
+        step = max(1, SCRATCH_BYTES // (count * kv_format.bytes_per_token // kv_format.layers))
+        for first in range(0, kv_format.layers, step):
+            layers = slice(first, first + step)
+            # [layers, tokens, heads, dim], as backends take it
+            k, v = (
+                torch.cat([part(entry)[:, layers].permute(1, 2, 0, 3) for entry in moved], dim=1)
+                for part in (lambda entry: entry.k, lambda entry: entry.v)
+            )
+            for index, layer in enumerate(forward.layers[layers]):
+                rows = {"k": k[index], "v": v[index]}
+                turn = turns[first + index]
+                if turn is not None:
+                    rotate_(rows[turn.columns.part].transpose(0, 1), turn.turn, turn.columns)
+                forward.write(layer, rows["k"][keep], rows["v"][keep], slots)
 
     def fill(
         self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int

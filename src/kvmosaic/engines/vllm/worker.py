@@ -5,7 +5,10 @@ vLLM hands a connector the paged KV cache but not the model; filling and blendin
 
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
+
+from kvmosaic.core.config import load_config
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -13,20 +16,27 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 _runner: Any = None
+_device_pool: torch.Tensor | None = None
 
 
-def current_runner() -> Any:
-    """The model runner of this process's worker, or ``None`` when vLLM runs another worker class."""
-    return _runner
+def current_runner() -> tuple[Any, torch.Tensor | None]:
+    """The model runner of this process's worker and its device pool; ``None`` when vLLM runs another worker."""
+    return _runner, _device_pool
 
 
 class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
     """vLLM's worker for this platform, noting its model runner once the model is loaded."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        global _runner
+        global _runner, _device_pool
         super().load_model(*args, **kwargs)
-        _runner = self.model_runner
+        _runner, _device_pool = self.model_runner, None
+        config = load_config(**self.vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if self.device.type == "cuda" and config.chunk_cache_gpu_memory_fraction > 0:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            # Before vLLM measures what is left for its own cache, so that it accounts for it.
+            size = int(total * config.chunk_cache_gpu_memory_fraction)
+            _device_pool = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def chunk_cache_stats(self) -> dict[str, Any]:
         """Statistics of this worker's chunk cache."""

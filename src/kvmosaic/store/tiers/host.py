@@ -1,10 +1,23 @@
 """Entries in this process's memory."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import EntryInfo, Tier
+
+
+def in_host_memory(entry: ChunkKV) -> ChunkKV:
+    """The entry with host memory of its own: contiguous, not a view that keeps more alive than the budget knows
+    of, and pinned if it came from a GPU, so that it can go back at full speed."""
+    data = entry.data
+    if data.device.type == "cpu" and data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes:
+        return entry
+    copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+    return replace(entry, data=copy.copy_(data))
 
 
 class HostTier(Tier):
@@ -27,7 +40,7 @@ class HostTier(Tier):
         return entry.nbytes
 
     def put(self, entry: ChunkKV) -> int:
-        self._entries[entry.key] = entry
+        self._entries[entry.key] = in_host_memory(entry)
         return entry.nbytes
 
     def delete(self, key: ChunkKey) -> None:
