@@ -1,0 +1,50 @@
+"""``kvmosaic serve``: ``vllm serve`` with a chunk cache."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvmosaic.core.config import load_config
+from kvmosaic.core.errors import ConfigError
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Catalog name, folder or hub name.")],
+    enable_chunk_cache: Annotated[bool | None, typer.Option("--enable-chunk-cache", help="Reuse chunks.")] = None,
+    chunk_separator: Annotated[str | None, typer.Option(help="What splits a prompt into chunks.")] = None,
+    chunk_hash_algorithm: Annotated[str | None, typer.Option(help="xxhash or sha256.")] = None,
+    chunk_cache_gpu_memory_fraction: Annotated[float | None, typer.Option(help="Share of GPU memory.")] = None,
+    recompute_ratio: Annotated[float | None, typer.Option(help="Share of reused tokens to recompute.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Byte budget of the host tier, like 8GiB.")] = None,
+    disk_path: Annotated[Path | None, typer.Option(help="Directory of the disk tier.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Whose entries these are.")] = None,
+) -> None:
+    """Start vLLM's OpenAI server with a chunk cache. All other options go to ``vllm serve``."""
+    settings = {name: value for name, value in context.params.items() if name != "model" and value is not None}
+    config = load_config(**settings)
+    try:
+        from vllm.entrypoints.cli.serve import ServeSubcommand
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError as error:
+        raise ConfigError(f"vLLM is not installed ({error}); pip install 'kvmosaic[vllm]'") from None
+    from kvmosaic.engines.vllm.arguments import engine_arguments
+    from kvmosaic.models import resolve
+
+    arguments = ["vllm", "serve", resolve(model), *context.args]
+    if config.enable_chunk_cache:
+        ours = engine_arguments(config)
+        transfer = json.dumps(ours["kv_transfer_config"])
+        arguments += ["--worker-cls", ours["worker_cls"], "--kv-transfer-config", transfer]
+    # Not vLLM's own main(): it asks for the version of a distribution named "vllm", and CPU builds have other names.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    sys.argv = arguments
+    parser, command = FlexibleArgumentParser(), ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    parsed = parser.parse_args(arguments[1:])
+    command.validate(parsed)
+    command.cmd(parsed)
