@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_table
+from kvmosaic.core.errors import ConfigError
 
 app = typer.Typer(help="Benchmarks; each prints ratios measured in one run.", no_args_is_help=True)
 
@@ -60,5 +61,26 @@ def eviction(seed: int = 0, json: JsonOption = False) -> None:
         result = eviction.run(seed)
     rows = result["rows"]
     print_table("hit rates by budget", rows[0], (row.values() for row in rows), json=json)
+    if json:
+        print_json(result)
+
+
+@app.command("ttft")
+def ttft(
+    context: Annotated[int, typer.Option(help="Tokens in chunks, of 512 each.", min=512)] = 16384,
+    layers: Annotated[int, typer.Option(help="Layers of the 8B-shaped model.", min=1)] = 32,
+    tier: Annotated[str, typer.Option(help="Where the chunks are: device or host.")] = "device",
+    eager: Annotated[bool, typer.Option("--eager", help="Without compilation and CUDA graphs.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """vLLM: time to first token by full prefill, prefix-cache hit, and reuse in a new order."""
+    from kvmosaic.bench import ttft
+
+    if tier not in ("device", "host"):
+        raise ConfigError(f"--tier {tier}: choose device or host")
+    with console.status("starting vLLM") as status:
+        result = ttft.run(context, layers, tier, eager, progress=status.update)
+    rows = result["rows"]
+    print_table(f"vLLM {result['vllm']}: time to first token", rows[0], (row.values() for row in rows), json=json)
     if json:
         print_json(result)

@@ -65,7 +65,7 @@ class SparseForward:
         parts = []
         for batch in self._passes(rows):
             with self._recording() as recorded:
-                self._forward(batch, shift)
+                self._forward(batch, shift, hooked=True)
             parts.append([torch.stack([recorded[layer.layer_name][i] for layer in self.layers]) for i in (0, 1)])
         k, v = (torch.cat([part[i] for part in parts], dim=1) for i in (0, 1))
         return k, v
@@ -100,7 +100,7 @@ class SparseForward:
         if batch:
             yield batch
 
-    def _forward(self, rows: Sequence[Row], shift: int = 0) -> None:
+    def _forward(self, rows: Sequence[Row], shift: int = 0, hooked: bool = False) -> None:
         device = self.device
         lengths = [len(row.tokens) for row in rows]
         positions = torch.cat([torch.arange(row.start, row.end) for row in rows]).to(device)
@@ -141,7 +141,8 @@ class SparseForward:
                 self._config,
                 num_tokens=len(positions),
                 slot_mapping=build_slot_mappings_by_layer(torch.stack(slots), self._kv_cache_config),
-                skip_compiled=True,
+                # Hooks are seen by eager code alone; on a CPU, vLLM's compiled code is traced for its own steps only.
+                skip_compiled=hooked or device.type == "cpu",
             ),
         ):
             self._runner.model(

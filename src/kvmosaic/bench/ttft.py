@@ -1,0 +1,104 @@
+"""Time to first token inside vLLM: full prefill, prefix-cache hit, and reuse in an order never seen, in one run.
+
+Weights are random: the time does not depend on them, and none have to be fetched. The shape is that of Llama-3-8B.
+"""
+
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CHUNK_TOKENS = 512
+SYSTEM_TOKENS = 40
+QUESTION_TOKENS = 20
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def run(
+    context: int, layers: int, tier: str, eager: bool, repeats: int = 5, progress: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Medians in ms over ``repeats`` prompts of ``context`` tokens in chunks of 512, all cached in ``tier``
+    (``device`` or ``host``). Every prompt has a new system prompt and a new order."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import SamplingParams
+    from vllm import __version__ as vllm_version
+
+    from kvmosaic.vllm import LLM
+
+    progress("starting vLLM")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
+        llm = LLM(
+            folder,
+            enable_chunk_cache=True,
+            chunk_cache_gpu_memory_fraction=0.15 if tier == "device" else 0.0,
+            host_memory="40GiB",
+            load_format="dummy",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            enforce_eager=eager,
+            max_model_len=context + 4096,
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=0.7,
+        )
+    chance = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [chance.randrange(1000, 100000) for _ in range(count)]
+
+    def prompt(chunks: list[list[int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, boundaries = [], []
+        for part in (tokens(SYSTEM_TOKENS), *chunks, tokens(QUESTION_TOKENS)):
+            boundaries.append((len(ids), len(ids) + len(part)))
+            ids += part
+        return ids, boundaries
+
+    def first_token_ms(ids: list[int], **params: Any) -> float:
+        sampling = SamplingParams(
+            max_tokens=1, temperature=0, detokenize=False, extra_args={"kv_transfer_params": params}
+        )
+        start = time.perf_counter()
+        llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
+        return (time.perf_counter() - start) * 1e3
+
+    documents = [tokens(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS)]
+    times: dict[str, list[float]] = {"full_ms": [], "prefix_hit_ms": [], "reuse_ms": []}
+    for number in range(repeats + 1):  # the first fills the cache and warms up; it does not count
+        progress(f"prompt {number} of {repeats}")
+        chance.shuffle(documents)
+        ids, boundaries = prompt(documents)
+        measured = {
+            "full_ms": first_token_ms(ids, chunk_cache=False),
+            "prefix_hit_ms": first_token_ms(ids, chunk_cache=False),
+            "reuse_ms": first_token_ms(ids, boundaries=boundaries),
+        }
+        if number:
+            for name, value in measured.items():
+                times[name].append(value)
+    stats = llm.get_stats()
+    assert stats["hits_by_tier"][tier] == repeats * len(documents), f"not every chunk came from {tier}"
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    row = {"context": context, "layers": layers, "tier": tier, "eager": eager, **medians}
+    row["speedup"] = row["full_ms"] / row["reuse_ms"]
+    return {"vllm": vllm_version, "rows": [row]}
