@@ -82,9 +82,7 @@ class ChunkCache:
         """The key of a chunk computed after ``context`` for prompts like one of ``length`` tokens."""
         made_by = self._engine.fingerprint(length)
         if made_by not in self._fingerprints:
-            self._fingerprints[made_by] = format_fingerprint(
-                engine=made_by, sink=self.sink, context=self._config.chunk_context
-            )
+            self._fingerprints[made_by] = format_fingerprint(engine=made_by, sink=self.sink)
         digest = content_hash(tokens, context, self._config.chunk_hash_algorithm)
         return ChunkKey(digest, len(tokens), self._model, self._fingerprints[made_by], self._config.tenant)
 

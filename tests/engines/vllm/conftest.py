@@ -12,7 +12,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # vLLM has an environment of its own (`make test-vllm`): it pins libraries the embedded engine leaves open.
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
-SMALL = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "disable_log_stats": False}
+# Small blocks, so that these short prompts fill several: only full blocks enter the prefix cache.
+SMALL = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "block_size": 32,
+    "disable_log_stats": False,
+}
 
 
 @pytest.fixture(scope="module")

@@ -57,9 +57,19 @@ class ChunkLoader:
         self._scratch = [row[start:] for row, start in zip(load.blocks, skip, strict=True)]
         room = min(len(row) * size for row, size in zip(self._scratch, forward.block_sizes, strict=True))
         wanted = [span for span in prompt.chunks if span.end > load.first]
-        usable = [span for span in wanted if len(context) + len(span) <= room]
-        entries = self.cache.find_or_fill([prompt.tokens_of(span) for span in usable], context, len(prompt.token_ids))
-        self._place([(found.entry, span.start) for span, found in zip(usable, entries, strict=True)], load)
+        length = len(prompt.token_ids)
+        # A chunk that has to be filled needs room beside what vLLM's prefix cache already holds of the prompt.
+        roomy = [span for span in wanted if len(context) + len(span) <= room]
+        found = self.cache.find_or_fill([prompt.tokens_of(span) for span in roomy], context, length)
+        entries = {span: item.entry for span, item in zip(roomy, found, strict=True)}
+        for span in wanted:
+            if span not in entries:
+                tokens = prompt.tokens_of(span)
+                stored = self.cache.store.lookup(self.cache.key(tokens, context, length), tokens, context).entry
+                if stored is not None:
+                    entries[span] = stored
+        usable = [span for span in wanted if span in entries]
+        self._place([(entries[span], span.start) for span in usable], load)
         reused = type(prompt)(prompt.token_ids, tuple(usable))
         blended = policy_for_ratio(load.ratio)(reused)
         end = prompt.question.start
