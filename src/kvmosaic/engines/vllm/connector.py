@@ -2,9 +2,11 @@
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -12,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
-from kvmosaic.core.errors import ConfigError, UnsupportedModelError
+from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.engines.vllm.loader import ChunkLoader
 from kvmosaic.engines.vllm.scheduler import ChunkLoad, ChunkScheduler
@@ -81,8 +83,12 @@ class ChunkConnector(KVConnectorBase_V1):
         identity = {
             "dtype": str(model.dtype),
             "revision": model.revision,
-            "rope": getattr(model.hf_text_config, "rope_parameters", None),
-            "tensor_parallel": (self._vllm_config.parallel_config.tensor_parallel_size, runner_rank(runner)),
+            "config": model.hf_text_config.to_dict(),
+            "weights": _weight_files(model.model),
+            "tensor_parallel": (
+                self._vllm_config.parallel_config.tensor_parallel_size,
+                get_tensor_model_parallel_rank(),
+            ),
         }
         self.loader = ChunkLoader(
             self._config, model.model, identity, self._sink(), self._parser, forward, runner.model, device_pool
@@ -127,10 +133,11 @@ class ChunkConnector(KVConnectorBase_V1):
         return list(self._tokenizer.encode(prefix, add_special_tokens=False))
 
 
-def runner_rank(runner: Any) -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
+def _weight_files(model: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of a local model's files: new weights in the same folder must get other keys. A hub name
+    is told apart by its revision."""
+    files = sorted(path for path in Path(model).glob("*") if path.is_file())
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def _tokenizer(vllm_config: Any) -> Any:
@@ -142,6 +149,3 @@ def _tokenizer(vllm_config: Any) -> Any:
     return AutoTokenizer.from_pretrained(
         model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
     )
-
-
-__all__ = ["ChunkConnector", "UnsupportedModelError"]
