@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import re
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
-import numpy as np
 import xxhash
 
 from kvmosaic.core.errors import ConfigError
 
 HASH_BYTES = 16
+ALL_HEADS = "all"
+_HEADS = re.compile(r"all|\d+-\d+of\d+")
+
 LAYOUT_VERSION = 1
 """Part of every fingerprint: raise it when the meaning of stored bytes changes."""
 
@@ -26,7 +31,9 @@ def content_hash(tokens: Sequence[int], context: Sequence[int] = (), algorithm: 
     if algorithm not in HASH_ALGORITHMS:
         raise ConfigError(f"unknown hash algorithm {algorithm!r}; choose one of {', '.join(HASH_ALGORITHMS)}")
     # The context's length goes first, so that moving a token between the two changes the hash.
-    words = np.concatenate([[len(context)], np.asarray(context), np.asarray(tokens)]).astype("<i4")
+    words = array("i", (len(context), *context, *tokens))
+    if sys.byteorder == "big":
+        words.byteswap()
     return HASH_ALGORITHMS[algorithm](words.tobytes())
 
 
@@ -39,6 +46,15 @@ def format_fingerprint(**fields: object) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())[:16]
 
 
+def head_range(rank: int, ranks: int, heads: int) -> str:
+    """The KV heads a tensor-parallel rank has, as part of a key. With more ranks than heads several have the same."""
+    if ranks == 1:
+        return ALL_HEADS
+    count = max(1, heads // ranks)
+    first = rank * heads // ranks
+    return f"{first}-{first + count - 1}of{heads}"
+
+
 @dataclass(frozen=True)
 class ChunkKey:
     """What an entry is found by: its content, for one model, one format and one tenant. No position."""
@@ -48,16 +64,19 @@ class ChunkKey:
     model: str
     fingerprint: str
     tenant: str = "default"
+    heads: str = ALL_HEADS
+    """Which of the model's KV heads: ``all``, or ``4-7of8`` on a tensor-parallel rank that has only those."""
 
     def __str__(self) -> str:
-        parts = (self.tenant, self.model, self.fingerprint, self.content_hash.hex(), str(self.num_tokens))
+        digest, count = self.content_hash.hex(), str(self.num_tokens)
+        parts = (self.tenant, self.model, self.fingerprint, self.heads, digest, count)
         return "@".join(quote(part, safe="") for part in parts)
 
     @classmethod
     def parse(cls, text: str) -> "ChunkKey":
         """Inverse of ``str(key)``; raises ``ValueError`` on anything else."""
-        tenant, model, fingerprint, digest, num_tokens = (unquote(part) for part in text.split("@"))
-        key = cls(bytes.fromhex(digest), int(num_tokens), model, fingerprint, tenant)
-        if len(key.content_hash) != HASH_BYTES or str(key) != text:
+        tenant, model, fingerprint, heads, digest, num_tokens = (unquote(part) for part in text.split("@"))
+        key = cls(bytes.fromhex(digest), int(num_tokens), model, fingerprint, tenant, heads)
+        if len(key.content_hash) != HASH_BYTES or not _HEADS.fullmatch(heads) or str(key) != text:
             raise ValueError(f"not a chunk key: {text!r}")
         return key

@@ -8,7 +8,7 @@ import torch
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.errors import ConfigError, PromptError
-from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
+from kvmosaic.core.key import ALL_HEADS, ChunkKey, content_hash, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.store import ChunkStorageManager, open_store
@@ -52,6 +52,7 @@ class ChunkCache:
         engine: FillingEngine,
         max_positions: int | None,
         device_pool: torch.Tensor | None = None,
+        heads: str = ALL_HEADS,
     ) -> None:
         self.store: ChunkStorageManager = open_store(config, device_pool)
         self.sink = tuple(sink)
@@ -60,6 +61,7 @@ class ChunkCache:
         self._parser = parser
         self._engine = engine
         self._max_positions = max_positions
+        self._heads = heads
         self._fingerprints: dict[str | None, str] = {}
 
     def serves(self, length: int) -> bool:
@@ -80,11 +82,19 @@ class ChunkCache:
 
     def key(self, tokens: Sequence[int], context: Sequence[int], length: int) -> ChunkKey:
         """The key of a chunk computed after ``context`` for prompts like one of ``length`` tokens."""
+        digest = content_hash(tokens, context, self._config.chunk_hash_algorithm)
+        return self.key_of_hash(digest, len(tokens), length)
+
+    def key_of_hash(self, digest: bytes, num_tokens: int, length: int) -> ChunkKey:
+        """The key of a chunk whose content hash is known."""
+        fingerprint = self._fingerprint(length)
+        return ChunkKey(digest, num_tokens, self._model, fingerprint, self._config.tenant, self._heads)
+
+    def _fingerprint(self, length: int) -> str:
         made_by = self._engine.fingerprint(length)
         if made_by not in self._fingerprints:
             self._fingerprints[made_by] = format_fingerprint(engine=made_by, sink=self.sink)
-        digest = content_hash(tokens, context, self._config.chunk_hash_algorithm)
-        return ChunkKey(digest, len(tokens), self._model, self._fingerprints[made_by], self._config.tenant)
+        return self._fingerprints[made_by]
 
     def find_or_fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[Found]:
         """An entry for every chunk of a prompt of ``length`` tokens. Missing ones are filled together and
@@ -99,12 +109,27 @@ class ChunkCache:
                 assert result.reason is not None
                 missing[chunk] = result.reason.value
         if missing:
-            filled = self._engine.fill(context, list(missing), length)
-            for (chunk, reason), (k, v) in zip(missing.items(), filled, strict=True):
-                entry = ChunkKV.from_kv(self.key(chunk, context, length), chunk, context, k, v)
-                self.store.put(entry)
+            entries = self.fill(list(missing), context, length)
+            for (chunk, reason), entry in zip(missing.items(), entries, strict=True):
                 found[chunk] = Found(entry, None, reason)
         return [found[tuple(chunk)] for chunk in chunks]
+
+    def fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
+        """Compute the entries of chunks that are missing, together, and store them."""
+        entries = []
+        for chunk, (k, v) in zip(chunks, self._engine.fill(context, chunks, length), strict=True):
+            entries.append(ChunkKV.from_kv(self.key(chunk, context, length), chunk, context, k, v))
+            self.store.put(entries[-1])
+        return entries
+
+    def take_changes(self, length: int) -> dict[bytes, str | None]:
+        """Chunks for prompts like one of ``length`` tokens that came, moved or went since the last call, at the first
+        call all that are there: content hash → the fastest tier that now has the entry, if any."""
+        return {
+            key.content_hash: tier
+            for key, tier in self.store.take_changes().items()
+            if key == self.key_of_hash(key.content_hash, key.num_tokens, length)
+        }
 
     def warm(self, documents: Iterable[str], prompt_length: int | None = None) -> int:
         """Fill and store these documents ahead of time, each as a chunk; returns how many were new.

@@ -25,6 +25,7 @@ class ChunkHashIndex:
         """How many times each pinned key is pinned. A key can be pinned before it is stored."""
         self._records: dict[ChunkKey, IndexRecord] = {}
         self._evicted: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._changed: set[ChunkKey] | None = None
 
     def __len__(self) -> int:
         return len(self._records)
@@ -45,6 +46,7 @@ class ChunkHashIndex:
         """Note that ``tier`` holds ``key`` and that it takes ``nbytes`` there."""
         self._records.setdefault(key, IndexRecord()).nbytes[tier] = nbytes
         self._evicted.pop(key, None)
+        self._note_change(key)
 
     def remove(self, key: ChunkKey, tier: str, evicted: bool = False) -> None:
         """Note that ``tier`` no longer holds ``key``, and remember for a while if that was an eviction."""
@@ -52,6 +54,7 @@ class ChunkHashIndex:
         if record is None:
             return
         record.nbytes.pop(tier, None)
+        self._note_change(key)
         if record.nbytes:
             return
         del self._records[key]
@@ -59,6 +62,16 @@ class ChunkHashIndex:
             self._evicted[key] = None
             if len(self._evicted) > REMEMBERED_EVICTIONS:
                 self._evicted.popitem(last=False)
+
+    def take_changes(self) -> set[ChunkKey]:
+        """Keys whose record changed since the last call; at the first call, all there are."""
+        changed = set(self._records) if self._changed is None else self._changed
+        self._changed = set()
+        return changed
+
+    def _note_change(self, key: ChunkKey) -> None:
+        if self._changed is not None:  # nobody asked yet: do not collect for nobody
+            self._changed.add(key)
 
     def was_evicted(self, key: ChunkKey) -> bool:
         """Whether the last copy of ``key`` was evicted, as far as is remembered."""

@@ -23,9 +23,13 @@ class ChunkStorageManager:
         self._lock = self._stack.lock
         self._hits: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
+        self._fetched_from: dict[ChunkKey, str] = {}
 
-    def lookup(self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int]) -> LookupResult:
-        """Find the entry of ``key`` and check that it is the KV of ``tokens`` computed after ``context``."""
+    def lookup(
+        self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], counted: bool = True
+    ) -> LookupResult:
+        """Find the entry of ``key`` and check that it is the KV of ``tokens`` computed after ``context``. Hits and
+        misses that are not ``counted`` stay out of the statistics."""
         reason = None
         for level, tier in enumerate(self._stack.tiers):
             entry, failure = self._stack.read(level, key)
@@ -38,17 +42,45 @@ class ChunkStorageManager:
             if level > 0:
                 self._stack.promote(level, entry)
                 entry = self._stack.read(0, key)[0] or entry
+            name = self._fetched_from.pop(key, tier.name)
             with self._lock:
-                self._hits[tier.name] += 1
+                self._hits[name] += counted
                 # In all tiers, or the slower ones would evict what is so popular that they never see it.
                 for policy in self._stack.policies.values():
                     policy.touch(key)
-            return LookupResult(entry, tier.name, None)
+            return LookupResult(entry, name, None)
         with self._lock:
             if reason is None:
                 reason = MissReason.EVICTED if self._stack.index.was_evicted(key) else MissReason.NEW
-            self._misses[reason] += 1
+            self._misses[reason] += counted
         return LookupResult(None, None, reason)
+
+    def fetch(self, keys: Iterable[ChunkKey]) -> None:
+        """Bring entries from slower tiers to the fastest one, as far as it has room. Made to be called from a thread
+        of its own, ahead of a lookup, which then reports the tier that had them."""
+        for key in keys:
+            if self._stack.size(0, key) is not None:
+                continue
+            for level, tier in enumerate(self._stack.tiers[1:], start=1):
+                entry, _ = self._stack.read(level, key)
+                if entry is not None:
+                    self._stack.promote(level, entry)
+                    self._fetched_from[key] = tier.name
+                    break
+
+    @property
+    def fastest_tier(self) -> str:
+        """Name of the tier that lookups and fetches promote to."""
+        return self._stack.tiers[0].name
+
+    def event_counts(self) -> Counter[str]:
+        """Evictions, promotions, demotions and write errors since the start."""
+        return self._stack.counts.copy()
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """By tier that has a budget: how many entries it holds, and their bytes."""
+        with self._lock:
+            return {name: (len(policy), policy.nbytes) for name, policy in self._stack.policies.items()}
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether the store has ``key`` right now; reads and verifies nothing."""
@@ -82,6 +114,18 @@ class ChunkStorageManager:
         finally:
             with self._lock:
                 self._stack.index.unpin(held)
+
+    def take_changes(self) -> dict[ChunkKey, str | None]:
+        """For every key that came, moved or went since the last call (at the first: for all), the fastest tier that
+        now has it."""
+        index = self._stack.index
+        with self._lock:
+            changes: dict[ChunkKey, str | None] = dict.fromkeys(index.take_changes())
+            for key in changes:
+                record = index.lookup(key)
+                if record is not None:
+                    changes[key] = next(tier.name for tier in self._stack.tiers if tier.name in record.nbytes)
+        return changes
 
     def scan(self) -> Iterator[EntryInfo]:
         """All entries this process knows of, each with the fastest tier that holds it."""

@@ -3,10 +3,14 @@
 import logging
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.store.streams import beside, moment
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +20,8 @@ QUEUE_BYTES = 256 * 1024**2
 class _Job(NamedTuple):
     entry: ChunkKV
     level: int
+    ready: "torch.cuda.Event | None"
+    """When the entry's data is there."""
 
 
 class BackgroundWriter:
@@ -46,7 +52,7 @@ class BackgroundWriter:
             if queued is not None and queued.level <= level:
                 return
             self._drop(entry.key)
-            self._jobs[entry.key] = _Job(entry, level)
+            self._jobs[entry.key] = _Job(entry, level, moment())
             self._queued_bytes += entry.nbytes
             self._start()
 
@@ -81,7 +87,8 @@ class BackgroundWriter:
                     self._thread = None
                     return
             try:
-                self._write(job.entry, job.level)
+                with beside(job.ready):
+                    self._write(job.entry, job.level)
             except Exception:  # a dead writer would leave every later put waiting
                 logger.exception("could not write entry %s; it stays in the faster tiers", job.entry.key)
             with self._changed:

@@ -1,12 +1,10 @@
 """The connector vLLM loads: scheduler side and worker side of the chunk cache."""
 
 import logging
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -14,37 +12,47 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
-from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.engines.vllm.loader import ChunkLoader
-from kvmosaic.engines.vllm.scheduler import ChunkLoad, ChunkScheduler
+from kvmosaic.engines.vllm.compat import hash_block_size
+from kvmosaic.engines.vllm.fetcher import ChunkFetcher
+from kvmosaic.engines.vllm.loader import ANY_LENGTH, ChunkLoader
+from kvmosaic.engines.vllm.messages import ChunkLoad, StepReport, StepWork
+from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats
+from kvmosaic.engines.vllm.ranks import Ranks
+from kvmosaic.engines.vllm.scheduler import ChunkScheduler
 from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.support import unsupported
 from kvmosaic.engines.vllm.worker import current_runner
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class ChunkConnectorMetadata(KVConnectorMetadata):
-    """What the scheduler tells the workers for one step."""
-
-    loads: list[ChunkLoad] = field(default_factory=list)
-
-
 class ChunkConnector(KVConnectorBase_V1):
-    """Reuses chunks inside vLLM. Loads happen before a request's first forward, in the same step."""
+    """Reuses chunks inside vLLM. A request whose chunks are in slower tiers waits until they are in the fastest one,
+    while others run; then everything is loaded before its first forward, in the same step."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        problems = unsupported(vllm_config)
+        if problems:
+            raise UnsupportedModelError(f"the chunk cache cannot be used here: {problems[0]}")
         self._config: ChunkCacheConfig = load_config(**vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._caches = kv_cache_config
         self._tokenizer = _tokenizer(vllm_config)
         self._parser = ChunkTokenParser(self._tokenizer, self._config.chunk_separator)
         self.scheduler: ChunkScheduler | None = None
         self.loader: ChunkLoader | None = None
+        self.fetcher: ChunkFetcher | None = None
+        self._failed_blocks: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
-            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            self.scheduler = ChunkScheduler(self._config, self._parser, block_size)
+            self.scheduler = ChunkScheduler(
+                self._config,
+                self._parser,
+                tuple(self._sink()),
+                hash_block_size(vllm_config, kv_cache_config),
+                vllm_config.parallel_config.tensor_parallel_size,
+            )
 
     # --- scheduler side
 
@@ -52,7 +60,7 @@ class ChunkConnector(KVConnectorBase_V1):
         assert self.scheduler is not None
         self.scheduler.add(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self.scheduler is not None
         return self.scheduler.matched_tokens(request, num_computed_tokens), False
 
@@ -62,12 +70,18 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self.scheduler is not None
-        return ChunkConnectorMetadata(self.scheduler.take_loads())
+        return self.scheduler.take_work()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self.scheduler is not None
+        report = connector_output.kv_connector_worker_meta
+        if report is not None:
+            assert isinstance(report, StepReport)
+            self.scheduler.update(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
-        self.scheduler.finished(request)
-        return False, None
+        return False, self.scheduler.finished(request)
 
     # --- worker side
 
@@ -78,35 +92,91 @@ class ChunkConnector(KVConnectorBase_V1):
                 "the chunk connector needs its worker; start vLLM with "
                 "--worker-cls kvmosaic.engines.vllm.worker.ChunkWorker"
             )
-        forward = SparseForward(self._vllm_config, runner, self._caches)
         model = self._vllm_config.model_config
         identity = {
             "dtype": str(model.dtype),
             "revision": model.revision,
             "config": model.hf_text_config.to_dict(),
             "weights": _weight_files(model.model),
-            "tensor_parallel": (
-                self._vllm_config.parallel_config.tensor_parallel_size,
-                get_tensor_model_parallel_rank(),
-            ),
         }
         self.loader = ChunkLoader(
-            self._config, model.model, identity, self._sink(), self._parser, forward, runner.model, device_pool
+            self._config,
+            model.model,
+            identity,
+            self._sink(),
+            self._parser,
+            SparseForward(self._vllm_config, runner, self._caches),
+            runner.model,
+            device_pool,
+            Ranks(model),
+            model.max_model_len,
         )
+        self.fetcher = ChunkFetcher(self.loader.cache.store)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, ChunkConnectorMetadata)
-        if not metadata.loads:
+        work = self._get_connector_metadata()
+        assert isinstance(work, StepWork)
+        if not (work.loads or work.fetches or work.released):
             return
         assert self.loader is not None
+        assert self.fetcher is not None
+        cache = self.loader.cache
+        for request_id in work.released:
+            self.fetcher.release(request_id)
+        for fetch in work.fetches:
+            self.fetcher.start(fetch.request_id, [cache.key_of_hash(*chunk, ANY_LENGTH) for chunk in fetch.chunks])
         # Without metadata vLLM's per-layer hooks stay quiet while we run forwards of our own.
         self._connector_metadata = None
         try:
-            for load in metadata.loads:
-                self.loader.load(load)
+            for load in work.loads:
+                self._load(load)
+                self.fetcher.release(load.request_id)
         finally:
-            self._connector_metadata = metadata
+            self._connector_metadata = work
+
+    def _load(self, load: ChunkLoad) -> None:
+        """Load one request. Whatever goes wrong, vLLM computes its blocks itself and the engine goes on."""
+        assert self.loader is not None
+        try:
+            self.loader.load(load)
+        except Exception:
+            logger.exception("could not load the chunks of request %s; it is prefilled instead", load.request_id)
+            self.loader.stats.count("fallbacks", "load-error")
+            for row, size in zip(load.blocks, self.loader.block_sizes, strict=True):
+                self._failed_blocks.update(row[load.first // size :])
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        assert self.loader is not None
+        assert self.fetcher is not None
+        changes, fetched = self.loader.cache.take_changes(ANY_LENGTH), self.fetcher.take_finished()
+        if not changes and not fetched:
+            return None
+        for seconds in fetched.values():
+            self.loader.stats.observe("fetch", seconds)
+        return StepReport([self.loader.report(changes, list(fetched))])
+
+    def get_kv_connector_stats(self) -> ChunkStats | None:
+        if self.scheduler is not None:
+            return self.scheduler.stats.take()
+        return None if self.loader is None else self.loader.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ChunkStats:
+        return ChunkStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ChunkPromMetrics:
+        return ChunkPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is pending: loads end before the forward starts."""
@@ -118,6 +188,8 @@ class ChunkConnector(KVConnectorBase_V1):
         """Nothing to wait for: the store writes in the background."""
 
     def shutdown(self) -> None:
+        if self.fetcher is not None:
+            self.fetcher.close()
         if self.loader is not None:
             self.loader.cache.close()
 

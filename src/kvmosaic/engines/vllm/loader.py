@@ -1,24 +1,40 @@
 """Worker side: find or fill a request's chunks, remap them into its blocks, compute what is fresh."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from kvmosaic.blend import policy_for_ratio
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
-from kvmosaic.core.key import format_fingerprint
+from kvmosaic.core.key import ChunkKey, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.core.rotation import rotate_
-from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.rotary import LayerRotary, explain_layer, turns_for
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.chunk_cache import KV, ChunkCache
+from kvmosaic.engines.rotary import LayerRotary, explain_layer
+from kvmosaic.engines.vllm.blocks import BackendBlocks, KernelBlocks, Part, RequestBlocks
+from kvmosaic.engines.vllm.messages import ChunkLoad, RankReport
+from kvmosaic.engines.vllm.metrics import ChunkStats
+from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import find_tables
-from kvmosaic.engines.vllm.scheduler import ChunkLoad
 from kvmosaic.engines.vllm.sparse import Row, SparseForward
+from kvmosaic.engines.vllm.timing import StageTimer
 
-SCRATCH_BYTES = 512 * 1024**2
-"""Most bytes of KV that a remap holds between entries and blocks."""
+logger = logging.getLogger(__name__)
+
+ANY_LENGTH = 0
+"""vLLM's rotary tables, and so its keys, do not depend on a prompt's length."""
+
+
+class _Piece(NamedTuple):
+    """A part of a prompt whose KV may be in the store."""
+
+    span: Span
+    tokens: tuple[int, ...]
+    context: tuple[int, ...]
+    key: ChunkKey
 
 
 class ChunkLoader:
@@ -34,104 +50,171 @@ class ChunkLoader:
         forward: SparseForward,
         network: torch.nn.Module,
         device_pool: torch.Tensor | None,
+        ranks: Ranks,
+        max_positions: int,
     ) -> None:
-        self._config = config
         self._forward = forward
+        self._ranks = ranks
         self._scratch: Sequence[Sequence[int]] = [range(1, 9) for _ in forward.block_sizes]  # block 0 is never used
-        self._rotary = self._measure(network)
+        rotary = self._measure(network)
+        self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary) or BackendBlocks(forward, rotary)
         self._fingerprint = format_fingerprint(
-            columns=[rotary.columns if rotary else None for rotary in self._rotary],
-            **identity,
+            columns=[layer.columns if layer else None for layer in rotary], **identity
         )
-        self.cache = ChunkCache(config, model, sink, parser, self, None, device_pool)
+        self.cache = ChunkCache(config, model, sink, parser, self, max_positions, device_pool, ranks.heads)
+        self.stats = ChunkStats(rank=ranks.rank)
+        self.timer = StageTimer(self.stats, forward.device)
+        self._counted = self.cache.store.event_counts()
 
     def fingerprint(self, length: int) -> str:
         """The same for every prompt: vLLM's rotary tables do not depend on its length."""
         return self._fingerprint
 
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens per block, per KV cache group."""
+        return self._forward.block_sizes
+
+    def report(self, changes: dict[bytes, str | None], fetched: list[str]) -> RankReport:
+        """What the scheduler should know of this rank."""
+        return RankReport(self._ranks.rank, self.cache.store.fastest_tier, changes, fetched)
+
+    def take_stats(self) -> ChunkStats | None:
+        """Metrics since the last call, if there are any."""
+        self.timer.collect()
+        if self.stats.is_empty():
+            return None
+        counts = self.cache.store.event_counts()
+        for event in ("evictions", "write_errors"):
+            self.stats.count(event, "", counts[event] - self._counted[event])
+        self._counted = counts
+        for name, (entries, nbytes) in self.cache.store.held().items():
+            self.stats.level("tier_entries", name, entries)
+            self.stats.level("tier_bytes", name, nbytes)
+        return self.stats.take()
+
     def load(self, load: ChunkLoad) -> None:
         """Bring positions ``load.first`` up to the question of one request into its blocks."""
-        prompt, forward = load.prompt, self._forward
-        context = self.cache.context_of(prompt)
-        skip = [load.first // size for size in forward.block_sizes]
-        self._scratch = [row[start:] for row, start in zip(load.blocks, skip, strict=True)]
-        room = min(len(row) * size for row, size in zip(self._scratch, forward.block_sizes, strict=True))
-        wanted = [span for span in prompt.chunks if span.end > load.first]
-        length = len(prompt.token_ids)
-        # A chunk that has to be filled needs room beside what vLLM's prefix cache already holds of the prompt.
-        roomy = [span for span in wanted if len(context) + len(span) <= room]
-        found = self.cache.find_or_fill([prompt.tokens_of(span) for span in roomy], context, length)
-        entries = {span: item.entry for span, item in zip(roomy, found, strict=True)}
-        for span in wanted:
-            if span not in entries:
-                tokens = prompt.tokens_of(span)
-                stored = self.cache.store.lookup(self.cache.key(tokens, context, length), tokens, context).entry
-                if stored is not None:
-                    entries[span] = stored
-        usable = [span for span in wanted if span in entries]
-        self._place([(entries[span], span.start) for span in usable], load)
-        reused = type(prompt)(prompt.token_ids, tuple(usable))
-        blended = policy_for_ratio(load.ratio)(reused)
-        end = prompt.question.start
-        positions = sorted(p for p in {*reused.fresh_positions(), *blended} if load.first <= p < end)
-        forward.run([Row(prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(positions)])
-
-    def _place(self, moves: Sequence[tuple[ChunkKV, int]], load: ChunkLoad) -> None:
-        """Remap entries to their positions, all of a request together: a few operations for a few layers at once,
-        not for every chunk and layer. Positions below ``load.first`` are in blocks that others may share."""
-        if not moves:
-            return
-        forward, kv_format = self._forward, moves[0][0].format
-        turns = turns_for(moves, len(load.prompt.token_ids), self._rotary)
-        positions = torch.cat([torch.arange(at, at + len(entry.tokens)) for entry, at in moves])
-        keep = slice(int((positions < load.first).sum()), None)  # they ascend
-        slots = forward.slots(positions[keep].to(forward.device), load.blocks)
-        sources = [entry.data.to(forward.device, non_blocking=True) for entry, _ in moves]
-        moved = [replace(entry, data=data) for (entry, _), data in zip(moves, sources, strict=True)]
-        count = len(positions)
-        step = max(1, SCRATCH_BYTES // (count * kv_format.bytes_per_token // kv_format.layers))
-        for first in range(0, kv_format.layers, step):
-            layers = slice(first, first + step)
-            # [layers, tokens, heads, dim], as backends take it
-            k, v = (
-                torch.cat([part(entry)[:, layers].permute(1, 2, 0, 3) for entry in moved], dim=1)
-                for part in (lambda entry: entry.k, lambda entry: entry.v)
+        prompt = load.prompt
+        chunks = [self._piece(prompt, span) for span in prompt.chunks if span.end > load.first]
+        tail = self._system_tail(load)
+        # Pinned, so that no other thread puts anything in their place before the GPU was told to read them.
+        with self.cache.store.pin([piece.key for piece in (*chunks, *tail)]):
+            with self.timer.stage("lookup"):
+                entries = self._find(chunks, tail)
+            missing = {piece.key: piece for piece in chunks if piece.key not in entries}
+            with self.timer.stage("fill"):
+                entries |= self._fill(list(missing.values()), load)
+            usable = [piece for piece in (*tail, *chunks) if piece.key in entries]
+            with self.timer.stage("remap"):
+                self._blocks.place(
+                    [(entries[piece.key], piece.span.start) for piece in usable], load.blocks, load.first
+                )
+        with self.timer.stage("fresh"):
+            self._compute_rest(
+                load, [piece.span for piece in usable], [piece for piece in tail if piece not in usable]
             )
-            for index, layer in enumerate(forward.layers[layers]):
-                rows = {"k": k[index], "v": v[index]}
-                turn = turns[first + index]
-                if turn is not None:
-                    rotate_(rows[turn.columns.part].transpose(0, 1), turn.turn, turn.columns)
-                forward.write(layer, rows["k"][keep], rows["v"][keep], slots)
 
-    def fill(
-        self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Canonical KV of each chunk, in the request's own blocks as scratch space: they are written anew after."""
-        results: list[tuple[torch.Tensor, torch.Tensor]] = []
-        batch: list[Row] = []
+    def _piece(self, prompt: ChunkedPrompt, span: Span) -> _Piece:
+        tokens, context = prompt.tokens_of(span), self.cache.context_of(prompt)
+        return _Piece(span, tokens, context, self.cache.key(tokens, context, len(prompt.token_ids)))
+
+    def _system_tail(self, load: ChunkLoad) -> list[_Piece]:
+        """The system tokens behind the last full block. vLLM's prefix cache has full blocks alone; with these few in
+        the store, a known system prompt needs no forward at all. They are kept where they are: exact, not moved."""
+        prompt, size = load.prompt, self._forward.block_sizes[0]
+        span = Span(prompt.system.end // size * size, prompt.system.end)
+        if len(self._forward.block_sizes) > 1 or not span or load.first > span.start:
+            return []
+        tokens, context = prompt.tokens_of(span), prompt.token_ids[: span.start]
+        return [_Piece(span, tokens, context, self.cache.key(tokens, context, len(prompt.token_ids)))]
+
+    def _find(self, chunks: Sequence[_Piece], tail: Sequence[_Piece]) -> dict[ChunkKey, ChunkKV]:
+        """The entries that every rank has."""
+        store, entries = self.cache.store, {}
+        pieces = list({piece.key: piece for piece in (*chunks, *tail)}.values())
+        for piece in pieces:
+            counted = piece not in tail
+            result = store.lookup(piece.key, piece.tokens, piece.context, counted=counted)
+            if result.entry is not None:
+                entries[piece.key] = result.entry
+            if counted and self._ranks.rank == 0:
+                if result.tier is not None:
+                    self.stats.count("chunk_hits", result.tier)
+                elif result.reason is not None:
+                    self.stats.count("chunk_misses", result.reason.value)
+        agreed = self._ranks.all_have([piece.key in entries for piece in pieces])
+        return {piece.key: entries[piece.key] for piece, has in zip(pieces, agreed, strict=True) if has}
+
+    def _fill(self, missing: Sequence[_Piece], load: ChunkLoad) -> dict[ChunkKey, ChunkKV]:
+        """Compute and store what is missing, in the request's own blocks: they are written anew afterwards."""
+        sizes, length = self._forward.block_sizes, len(load.prompt.token_ids)
+        self._scratch = [row[load.first // size :] for row, size in zip(load.blocks, sizes, strict=True)]
+        room = min(len(row) * size for row, size in zip(self._scratch, sizes, strict=True))
+        fitting = []
+        for piece in missing:
+            # vLLM's prefix cache may hold so much of the prompt that the rest has too few blocks.
+            if len(piece.context) + len(piece.tokens) <= room and self.cache.fits(
+                len(piece.tokens), piece.context, length
+            ):
+                fitting.append(piece)
+            else:
+                logger.warning(
+                    "a chunk of %d tokens is computed as ordinary text: no room to fill it", len(piece.tokens)
+                )
+        if not fitting:
+            return {}
+        entries = self.cache.fill([piece.tokens for piece in fitting], fitting[0].context, length)
+        if self._ranks.rank == 0:
+            self.stats.count("chunks_filled", "", len(entries))
+            self.stats.count("tokens", "filled", sum(len(entry.tokens) for entry in entries))
+        return {entry.key: entry for entry in entries}
+
+    def _compute_rest(self, load: ChunkLoad, reused: Sequence[Span], tail: Sequence[_Piece]) -> None:
+        """Compute what no entry brought, and what the policy picked, in sight of everything before it."""
+        prompt = load.prompt
+        in_chunks = tuple(span for span in reused if span.start >= prompt.system.end)
+        chosen = policy_for_ratio(load.ratio)(ChunkedPrompt(prompt.token_ids, in_chunks))
+        blended = {position for position in chosen if position >= load.first}
+        fresh: set[int] = set()
+        at = load.first
+        for span in (*reused, Span(prompt.question.start, prompt.question.start)):
+            fresh.update(range(at, span.start))
+            at = max(at, span.end)
+        rows = [Row(prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(sorted(fresh | blended))]
+        if self._ranks.rank == 0:
+            moved = sum(span.end - max(span.start, load.first) for span in in_chunks)
+            self.stats.count("tokens", "recomputed", len(blended))
+            self.stats.count("tokens", "fresh", len(fresh))
+            self.stats.count("tokens", "reused", moved - len(blended))
+        if not rows:
+            return
+        parts = [Part(0, piece.span.start, piece.span.end) for piece in tail]
+        for piece, (k, v) in zip(tail, self._blocks.compute(rows, parts), strict=True):
+            self.cache.store.put(ChunkKV.from_kv(piece.key, piece.tokens, piece.context, k, v))
+
+    def fill(self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int) -> list[KV]:
+        """Canonical KV of each chunk, in the blocks that are scratch space just now."""
+        results: list[KV] = []
+        rows: list[Row] = []
         used = [0] * len(self._scratch)
 
-        def run_batch() -> None:
-            k, v = self._forward.capture(batch)
-            at = 0
-            for row in batch:
-                inside = slice(at + len(context), at + len(row.tokens))
-                # [layers, tokens, heads, dim] -> [heads, layers, tokens, dim]
-                results.append((k[:, inside].permute(2, 0, 1, 3), v[:, inside].permute(2, 0, 1, 3)))
-                at += len(row.tokens)
-            batch.clear()
+        def run_rows() -> None:
+            parts = [Part(index, len(context), row.end) for index, row in enumerate(rows)]
+            results.extend(self._blocks.compute(rows, parts))
+            rows.clear()
 
+        assert VIRTUAL_POS_START == 0
         for chunk in chunks:
             tokens = [*context, *chunk]
             need = [-(-len(tokens) // size) for size in self._forward.block_sizes]
             if any(u + n > len(row) for u, n, row in zip(used, need, self._scratch, strict=True)):
-                run_batch()
+                run_rows()
                 used = [0] * len(self._scratch)
             blocks = [row[u : u + n] for row, u, n in zip(self._scratch, used, need, strict=True)]
-            batch.append(Row(tokens, VIRTUAL_POS_START, blocks))
+            rows.append(Row(tokens, VIRTUAL_POS_START, blocks))
             used = [u + n for u, n in zip(used, need, strict=True)]
-        run_batch()
+        run_rows()
         return results
 
     def _measure(self, network: torch.nn.Module) -> list[LayerRotary | None]:

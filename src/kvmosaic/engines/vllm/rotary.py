@@ -15,15 +15,18 @@ class VllmTable:
 
     module: Any
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """``[positions, width]``: cos, then sin."""
+        both: torch.Tensor | None = getattr(self.module, "long_short_cos_sin_cache", None)
+        if both is None:
+            return self.module.cos_sin_cache
+        # Two tables one after the other; vLLM picks one when it starts.
+        return both[self.module.original_max_position_embeddings :] if self.module.use_long_rope else both
+
     def rows(self, positions: Sequence[int], sequence_length: int) -> CosSin:
         """Table rows at ``positions``; vLLM's tables do not depend on the sequence's length."""
-        table = getattr(self.module, "long_short_cos_sin_cache", None)
-        offset = 0
-        if table is None:
-            table = self.module.cos_sin_cache
-        elif self.module.use_long_rope:
-            offset = self.module.original_max_position_embeddings
-        rows = table[torch.as_tensor(positions, device=table.device) + offset].float()
+        rows = self.tensor[torch.as_tensor(positions, device=self.tensor.device)].float()
         cos, sin = rows.chunk(2, dim=-1)
         return CosSin(cos, sin)
 

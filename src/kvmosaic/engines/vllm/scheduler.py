@@ -1,112 +1,170 @@
-"""Scheduler side: which requests have chunks, how many tokens of them the worker brings, under which hashes."""
+"""Scheduler side: which requests have chunks, what to wait for, how many tokens the worker brings."""
 
-import hashlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvmosaic.blend import policy_for_ratio
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.engines.results import ChunkReport
+from kvmosaic.engines.vllm.catalog import ChunkCatalog
+from kvmosaic.engines.vllm.compat import count_cached_tokens, salt_block_hashes
+from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, StepReport, StepWork
+from kvmosaic.engines.vllm.metrics import ChunkStats
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ChunkLoad:
-    """What the worker has to do for one request before its next forward."""
+@dataclass
+class _Plan:
+    """A request with chunks, while it waits or runs."""
 
-    request_id: str
     prompt: ChunkedPrompt
     ratio: float
-    first: int
-    """Tokens that vLLM's own prefix cache already holds."""
-    blocks: tuple[tuple[int, ...], ...]
-    """The request's block ids, per KV cache group."""
+    digests: tuple[bytes, ...]
+    """Content hash of each chunk."""
+    waiting_for: set[int] | None = None
+    """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
+    report: dict[str, Any] | None = None
 
 
 class ChunkScheduler:
     """Plans requests. Holds a plan only while its request waits or runs."""
 
-    def __init__(self, config: ChunkCacheConfig, parser: ChunkTokenParser, block_size: int) -> None:
+    def __init__(
+        self,
+        config: ChunkCacheConfig,
+        parser: ChunkTokenParser,
+        sink: tuple[int, ...],
+        hash_block_size: int,
+        ranks: int,
+    ) -> None:
         self._config = config
         self._parser = parser
-        self._block_size = block_size
-        self._plans: dict[str, tuple[ChunkedPrompt, float]] = {}
-        self._loads: list[ChunkLoad] = []
+        self._sink = sink
+        self._hash_block_size = hash_block_size
+        self._ranks = ranks
+        self._catalog = ChunkCatalog(ranks)
+        self._plans: dict[str, _Plan] = {}
+        self._fallbacks: dict[str, str] = {}
+        """Why requests with chunks are served plainly, while they run."""
+        self._work = StepWork()
+        self.stats = ChunkStats()
 
     def add(self, request: Any) -> None:
         """Parse a new request. From its first block with chunk tokens on, its block hashes are made its own."""
         plan = self._plan(request)
-        if plan is None:
+        if isinstance(plan, str):
+            self._fallbacks[request.request_id] = plan
+            self.stats.count("fallbacks", plan)
+        if not isinstance(plan, _Plan):
+            self.stats.count("requests", "plain")
             return
         self._plans[request.request_id] = plan
-        prompt, ratio = plan
-        salt = f"{ratio}|{self._config.model_dump_json()}|{prompt.chunks}".encode()
-        salt_block_hashes(request, prompt.chunks[0].start // self._block_size, salt)
+        salt = f"{plan.ratio}|{self._config.model_dump_json()}|{plan.prompt.chunks}".encode()
+        salt_block_hashes(request, plan.prompt.chunks[0].start // self._hash_block_size, salt)
 
-    def matched_tokens(self, request: Any, num_local: int) -> int:
-        """Tokens after the first ``num_local`` that the worker brings: everything up to the question."""
+    def matched_tokens(self, request: Any, num_local: int) -> int | None:
+        """Tokens after the first ``num_local`` that the worker brings: everything up to the question. ``None`` while
+        chunks are on their way from slower tiers, so that other requests go on meanwhile."""
         plan = self._plans.get(request.request_id)
-        return 0 if plan is None else max(0, plan[0].question.start - num_local)
+        if plan is None:
+            return 0
+        external = max(0, plan.prompt.question.start - num_local)
+        if external and plan.waiting_for is None:
+            slow = {
+                digest: len(span)
+                for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)
+                if span.end > num_local and self._catalog.must_be_fetched(digest)
+            }
+            plan.waiting_for = set(range(self._ranks)) if slow else set()
+            if slow:
+                self._work.fetches.append(ChunkFetch(request.request_id, tuple(slow.items())))
+        return None if external and plan.waiting_for else external
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """The request got its blocks: have it loaded in the coming step."""
+        plan = self._plans.get(request.request_id)
+        if plan is None:
+            return
+        local = plan.prompt.question.start - num_external
+        self._account(request, plan, local)
         if num_external == 0:
             return
-        prompt, ratio = self._plans[request.request_id]
         ids = tuple(tuple(group) for group in blocks.get_block_ids())
-        first = prompt.question.start - num_external
-        self._loads.append(ChunkLoad(request.request_id, prompt, ratio, first, ids))
+        self._work.loads.append(ChunkLoad(request.request_id, plan.prompt, plan.ratio, local, ids))
+        plan.waiting_for = None  # if it is preempted and comes back, it asks anew
 
-    def take_loads(self) -> list[ChunkLoad]:
-        """The loads of the step being built."""
-        loads, self._loads = self._loads, []
-        return loads
+    def take_work(self) -> StepWork:
+        """The workers' part of the step being built."""
+        work, self._work = self._work, StepWork()
+        return work
 
-    def finished(self, request: Any) -> None:
-        self._plans.pop(request.request_id, None)
+    def update(self, report: StepReport) -> None:
+        """Take in what the workers report."""
+        for rank in report.ranks:
+            self._catalog.update(rank)
+            for request_id in rank.fetched:
+                plan = self._plans.get(request_id)
+                if plan is not None and plan.waiting_for:
+                    plan.waiting_for.discard(rank.rank)
 
-    def _plan(self, request: Any) -> tuple[ChunkedPrompt, float] | None:
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """The request is over, or was aborted. What happened to its chunks, if it wants to know."""
+        plan = self._plans.pop(request.request_id, None)
+        if plan is not None and plan.waiting_for is not None:
+            self._work.released.append(request.request_id)
+        fallback = self._fallbacks.pop(request.request_id, None)
+        if not (request.kv_transfer_params or {}).get("report"):
+            return None
+        return (plan and plan.report) or {"mode": "plain", "fallback_reason": fallback}
+
+    def _plan(self, request: Any) -> _Plan | str | None:
+        """A plan for a request with chunks, the reason why it gets none, or ``None`` when it has no chunks."""
         params = request.kv_transfer_params or {}
         if params.get("chunk_cache") is False or not request.prompt_token_ids:
-            return None
-        if request.lora_request is not None or request.mm_features:
             return None
         try:
             prompt = self._parser.parse(request.prompt_token_ids, params.get("boundaries"))
             ratio = float(params.get("recompute_ratio", self._config.recompute_ratio))
             policy_for_ratio(ratio)
-        except KvmosaicError as error:
+        except (KvmosaicError, TypeError, ValueError) as error:
             logger.warning("request %s is served without the chunk cache: %s", request.request_id, error)
+            return "bad-parameters"
+        if not prompt.chunks:
             return None
-        return (prompt, ratio) if prompt.chunks else None
+        if request.lora_request is not None:
+            return "lora"  # KV would depend on the adapter
+        if request.mm_features:
+            return "multimodal"  # image tokens say nothing about the image
+        if request.pooling_params is not None or request.skip_reading_prefix_cache:
+            return "every-token-wanted"  # prompt logprobs and pooling need hidden states that reuse does not compute
+        context = prompt.tokens_of(prompt.system) if self._config.chunk_context == "system" else self._sink
+        algorithm = self._config.chunk_hash_algorithm
+        digests = tuple(content_hash(prompt.tokens_of(span), context, algorithm) for span in prompt.chunks)
+        return _Plan(prompt, ratio, digests)
 
-
-def salt_block_hashes(request: Any, first: int, salt: bytes) -> None:
-    """Give the request hashes of its own from block ``first`` on, also for blocks that are not full yet.
-
-    Approximate KV must never be found by a request that did not ask for it; the same request asked again
-    may find it. Hashes are chained, so changing one changes all behind it."""
-    original: Callable[[Any], list[Any]] | None = request._block_hasher
-    if original is None:
-        return
-
-    def salted(hashed: Any) -> list[Any]:
-        known = len(hashed.block_hashes)
-        new = original(hashed)
-        if not known <= first < known + len(new):
-            return new
-        mine = new[first - known]
-        head = [*new[: first - known], type(mine)(hashlib.sha256(salt + mine).digest()[: len(mine)])]
-        hashed.block_hashes.extend(head)
-        rest = original(hashed)
-        del hashed.block_hashes[known:]
-        return [*head, *rest]
-
-    request._block_hasher = salted
-    del request.block_hashes[first:]
-    request.update_block_hashes()
+    def _account(self, request: Any, plan: _Plan, local: int) -> None:
+        """Tell vLLM and the metrics what is about to be reused, and note it for the request's report."""
+        chunks, reused = [], 0.0
+        for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
+            if span.end <= local:
+                chunks.append(ChunkReport(span, "cached", "prefix-cache", None))
+                continue
+            tier = self._catalog.tier(digest)
+            chunks.append(ChunkReport(span, "cached" if tier else "filled", tier, None if tier else "new"))
+            reused += (span.end - max(span.start, local)) * (1 - plan.ratio) if tier else 0
+        mode = "reuse" if all(chunk.status == "cached" for chunk in chunks) else "fill"
+        count_cached_tokens(request, local, int(reused))
+        if request.num_preemptions == 0:
+            self.stats.count("requests", mode)
+        plan.report = {
+            "mode": mode,
+            "prefix_tokens": local,
+            "reused_tokens": int(reused),
+            "chunks": [asdict(chunk) for chunk in chunks],
+        }

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm.forward_context import set_forward_context
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
+
+from kvmosaic.engines.vllm.compat import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+    init_attn_backend,
+    write_rows,
+)
 
 
 class Row(NamedTuple):
@@ -72,7 +78,7 @@ class SparseForward:
 
     def write(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """Store K and V ``[tokens, heads, dim]`` of one layer; the backend packs them as it likes."""
-        layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots[self._group_of[layer.layer_name]])
+        write_rows(layer, k, v, slots[self._group_of[layer.layer_name]])
 
     def slots(self, positions: torch.Tensor, blocks: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Slot of each position ``[tokens]`` of a sequence, per KV cache group."""

@@ -26,13 +26,13 @@ INCOMING = "incoming"
 SUFFIX = ".safetensors"
 STALE_SECONDS = 3600
 _MAX_NAME = 100
-_ENTRY_NAME = re.compile(r"[0-9a-f]{32}-\d+\.safetensors")
+_ENTRY_NAME = re.compile(r"[0-9a-f]{32}-\d+-(all|\d+-\d+of\d+)\.safetensors")
 
 
 def entry_path(key: ChunkKey) -> Path:
-    """Where the entry of ``key`` is, below the root: ``tenant/model/fingerprint/hash-tokens.safetensors``."""
+    """Where the entry of ``key`` is, below the root: ``tenant/model/fingerprint/hash-tokens-heads.safetensors``."""
     folders = map(_folder, (key.tenant, key.model, key.fingerprint))
-    return Path(*folders, f"{key.content_hash.hex()}-{key.num_tokens}{SUFFIX}")
+    return Path(*folders, f"{key.content_hash.hex()}-{key.num_tokens}-{key.heads}{SUFFIX}")
 
 
 def _folder(text: str) -> str:

@@ -1,0 +1,200 @@
+"""Entries into vLLM's blocks and out of them."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.rotation import rotate_
+from kvmosaic.engines.rotary import LayerRotary, turns_for
+from kvmosaic.engines.vllm.compat import paged_cache
+from kvmosaic.engines.vllm.rotary import VllmTable
+from kvmosaic.engines.vllm.sparse import Row, SparseForward
+from kvmosaic.kernels.paged import Move, PagedCaches, gather, gather_reference, scatter
+
+logger = logging.getLogger(__name__)
+
+KV = tuple[torch.Tensor, torch.Tensor]
+"""K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
+
+SCRATCH_BYTES = 512 * 1024**2
+"""Most bytes of KV that a remap holds between entries and blocks."""
+
+
+class Part(NamedTuple):
+    """Some consecutive tokens of a row."""
+
+    row: int
+    start: int
+    end: int
+    """Positions ``start .. end-1`` of the row's sequence."""
+
+
+class RequestBlocks(ABC):
+    """Moves KV between entries and the blocks of requests."""
+
+    @abstractmethod
+    def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
+        """Remap entries to ascending positions of a sequence, except below ``first``: those are in blocks that other
+        requests may share."""
+
+    @abstractmethod
+    def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
+        """Run rows, and return the KV of some parts of them."""
+
+
+class KernelBlocks(RequestBlocks):
+    """With one kernel launch for everything. Needs a GPU and a cache that is what it looks like."""
+
+    def __init__(self, forward: SparseForward, caches: PagedCaches) -> None:
+        self._forward = forward
+        self._caches = caches
+
+    @classmethod
+    def open(cls, forward: SparseForward, rotary: Sequence[LayerRotary | None]) -> "KernelBlocks | None":
+        """``None`` when the cache is packed or quantised, or keys turn in ways the kernel does not know."""
+        layers = [paged_cache(layer) for layer in forward.layers]
+        columns = {layer.columns for layer in rotary if layer}
+        first = forward.layers[0]
+        if (
+            forward.device.type != "cuda"
+            or len(forward.block_sizes) > 1
+            or len(columns) > 1
+            or any(column.part == "v" for column in columns)
+            or len({(layer.shape, layer.stride(), layer.dtype) for layer in layers}) > 1
+            or layers[0].dtype not in (torch.float32, torch.float16, torch.bfloat16)
+            or layers[0].shape[1:]
+            != (first.num_kv_heads, forward.block_sizes[0], first.head_size + first.head_size_v)
+        ):
+            return None
+        tables = [layer.table.tensor if layer and isinstance(layer.table, VllmTable) else None for layer in rotary]
+        caches = PagedCaches(layers, first.head_size, tables, next(iter(columns), None))
+        return cls(forward, caches) if _reads_what_the_backend_wrote(forward, caches) else None
+
+    def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
+        scatter(
+            [Move(_readable(entry.data), len(entry.tokens), entry.first_position, at) for entry, at in moves],
+            self._caches,
+            blocks[0],
+            first,
+        )
+
+    def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
+        self._forward.run(rows)
+        layer, caches = self._forward.layers[0], self._caches
+        size, width = caches.block_size, caches.layers[0].shape[-1]
+        # All rows' blocks one after the other, as if they were one sequence.
+        blocks: list[int] = []
+        begins = []
+        for row in rows:
+            begins.append(len(blocks) * size)
+            blocks += row.blocks[0][: -(-row.end // size)]
+        moves = [
+            Move(
+                torch.empty(
+                    layer.num_kv_heads,
+                    len(caches.layers),
+                    (part.end - part.start) * width,
+                    dtype=caches.layers[0].dtype,
+                    device=self._forward.device,
+                ),
+                part.end - part.start,
+                0,
+                begins[part.row] + part.start,
+            )
+            for part in parts
+        ]
+        gather(moves, caches, blocks)
+        return [_split(move, caches.k_dim) for move in moves]
+
+
+class BackendBlocks(RequestBlocks):
+    """With torch operations, the backend's own writer, and hooks that see KV before it is packed: for every backend."""
+
+    def __init__(self, forward: SparseForward, rotary: Sequence[LayerRotary | None]) -> None:
+        self._forward = forward
+        self._rotary = rotary
+
+    def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
+        if not moves:
+            return
+        forward, kv_format = self._forward, moves[0][0].format
+        # vLLM's tables do not depend on a prompt's length.
+        turns = turns_for(moves, 0, self._rotary)
+        positions = torch.cat([torch.arange(at, at + len(entry.tokens)) for entry, at in moves])
+        keep = slice(int((positions < first).sum()), None)  # they ascend
+        slots = forward.slots(positions[keep].to(forward.device), blocks)
+        moved = [replace(entry, data=entry.data.to(forward.device, non_blocking=True)) for entry, _ in moves]
+        step = max(1, SCRATCH_BYTES // (len(positions) * kv_format.bytes_per_token // kv_format.layers))
+        for start in range(0, kv_format.layers, step):
+            layers = slice(start, start + step)
+            # [layers, tokens, heads, dim], as backends take it
+            k = torch.cat([entry.k[:, layers].permute(1, 2, 0, 3) for entry in moved], dim=1)
+            v = torch.cat([entry.v[:, layers].permute(1, 2, 0, 3) for entry in moved], dim=1)
+            for index, layer in enumerate(forward.layers[layers]):
+                turn = turns[start + index]
+                if turn is not None:
+                    rows = k[index] if turn.columns.part == "k" else v[index]
+                    rotate_(rows.transpose(0, 1), turn.turn, turn.columns)
+                forward.write(layer, k[index, keep], v[index, keep], slots)
+
+    def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
+        if not parts:
+            self._forward.run(rows)
+            return []
+        k, v = self._forward.capture(rows)
+        begins = [0]
+        for row in rows:
+            begins.append(begins[-1] + len(row.tokens))
+        results = []
+        for part in parts:
+            offset = begins[part.row] - rows[part.row].start
+            inside = slice(offset + part.start, offset + part.end)
+            # [layers, tokens, heads, dim] -> [heads, layers, tokens, dim]
+            results.append((k[:, inside].permute(2, 0, 1, 3), v[:, inside].permute(2, 0, 1, 3)))
+        return results
+
+
+def _reads_what_the_backend_wrote(forward: SparseForward, caches: PagedCaches) -> bool:
+    """Whether rows written by vLLM's backend are where the kernel would look for them."""
+    layer, size = forward.layers[0], caches.block_size
+    # Block 0 is never used; the others are not in use yet.
+    blocks, tokens = [2, 1], size + 1
+    k, v = (
+        torch.randn(tokens, layer.num_kv_heads, dim, device=forward.device).to(caches.layers[0].dtype)
+        for dim in (layer.head_size, layer.head_size_v)
+    )
+    slots = forward.slots(torch.arange(tokens, device=forward.device), [blocks])
+    for each in forward.layers:
+        forward.write(each, k, v, slots)
+    shape = (layer.num_kv_heads, len(caches.layers), tokens * caches.layers[0].shape[-1])
+    move = Move(torch.empty(shape, dtype=k.dtype, device=forward.device), tokens, 0, 0)
+    gather_reference([move], caches, blocks)
+    ours = _split(move, caches.k_dim)
+    same = all(
+        torch.equal(mine[:, index], theirs.transpose(0, 1))
+        for index in range(len(caches.layers))
+        for mine, theirs in zip(ours, (k, v), strict=True)
+    )
+    if not same:
+        logger.warning("this attention backend packs its cache; chunks are copied by its own writer, which is slower")
+    return same
+
+
+def _split(move: Move, k_dim: int) -> KV:
+    """K and V of an entry's data."""
+    heads, layers, _ = move.data.shape
+    split = move.tokens * k_dim
+    return (
+        move.data[..., :split].view(heads, layers, move.tokens, k_dim),
+        move.data[..., split:].view(heads, layers, move.tokens, -1),
+    )
+
+
+def _readable(data: torch.Tensor) -> torch.Tensor:
+    """GPUs read pinned host memory directly; other host memory has to be copied first."""
+    return data if data.is_cuda or data.is_pinned() else data.pin_memory().cuda(non_blocking=True)

@@ -1,0 +1,34 @@
+"""The scheduler's picture of what the workers have stored."""
+
+from kvmosaic.engines.vllm.messages import RankReport
+
+
+class ChunkCatalog:
+    """Which chunks every tensor-parallel rank has, and in which tier. It may lag a step behind: it decides what to
+    wait for and what to report, never what is served."""
+
+    def __init__(self, ranks: int) -> None:
+        self._tiers: list[dict[bytes, str]] = [{} for _ in range(ranks)]
+        self._fastest: set[str] = set()
+
+    def update(self, report: RankReport) -> None:
+        """Take in what a rank reports."""
+        self._fastest.add(report.fastest)
+        tiers = self._tiers[report.rank]
+        for digest, tier in report.changes.items():
+            if tier is None:
+                tiers.pop(digest, None)
+            else:
+                tiers[digest] = tier
+
+    def tier(self, digest: bytes) -> str | None:
+        """Where a chunk is: ``None`` when some rank lacks it, a slower tier if it is there on some rank."""
+        found = {tiers.get(digest) for tiers in self._tiers}
+        if None in found:
+            return None
+        slower = found - self._fastest
+        return (slower or found).pop()
+
+    def must_be_fetched(self, digest: bytes) -> bool:
+        """Whether all ranks have the chunk, but some not in their fastest tier."""
+        return self.tier(digest) not in (None, *self._fastest)

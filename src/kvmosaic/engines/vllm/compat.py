@@ -1,0 +1,77 @@
+"""What we use of vLLM that is no official contract, in one place. Checked with 0.26 to 0.32.
+
+Everything else is the connector interface, ``worker_cls``, and ``torch.nn.Module``.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
+
+__all__ = [
+    "build_attn_metadata",
+    "build_slot_mappings_by_layer",
+    "count_cached_tokens",
+    "hash_block_size",
+    "init_attn_backend",
+    "paged_cache",
+    "salt_block_hashes",
+    "write_rows",
+]
+
+
+def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens per hash in ``request.block_hashes``."""
+    return resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+
+
+def salt_block_hashes(request: Any, first: int, salt: bytes) -> None:
+    """Give the request hashes of its own from block ``first`` on, also for blocks that are not full yet.
+
+    Approximate KV must never be found by a request that did not ask for it; the same request asked again may find
+    it. A plain hash covers all tokens up to its block, so salting each is enough and costs no second hashing."""
+    original: Callable[[Any], list[Any]] | None = request._block_hasher
+    if original is None:  # nothing is ever hashed
+        return
+    plain = list(request.block_hashes)
+
+    def hash_salted(hashed: Any) -> list[Any]:
+        mine = hashed.block_hashes
+        del plain[len(mine) :]
+        hashed.block_hashes = plain  # what the original chains its hashes to
+        new = original(hashed)
+        hashed.block_hashes = mine
+        plain.extend(new)
+        return [value if len(mine) + index < first else _salted(value, salt) for index, value in enumerate(new)]
+
+    request._block_hasher = hash_salted
+    request.block_hashes[first:] = [_salted(value, salt) for value in plain[first:]]
+
+
+def _salted(mine: Any, salt: bytes) -> Any:
+    return type(mine)(hashlib.sha256(salt + mine).digest()[: len(mine)])
+
+
+def count_cached_tokens(request: Any, local: int, reused: int) -> None:
+    """Have vLLM report ``local`` tokens from its prefix cache and ``reused`` ones from ours as cached. Of its own it
+    would count everything the worker brings, also what was just computed."""
+    stats = request.prefill_stats
+    if stats is not None and request.num_preemptions == 0:
+        stats.set(
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_local_cached_tokens=local,
+            num_external_cached_tokens=reused,
+        )
+
+
+def paged_cache(layer: Any) -> torch.Tensor:
+    """The paged KV cache of an attention layer; on most backends ``[blocks, heads, block_size, k_dim + v_dim]``."""
+    return layer.kv_cache
+
+
+def write_rows(layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store K and V ``[tokens, heads, dim]`` of one layer; the backend packs them as it likes."""
+    layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)

@@ -1,0 +1,64 @@
+"""What the scheduler's process and the workers' tell each other, once per step."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kvmosaic.core.prompt import ChunkedPrompt
+
+
+@dataclass(frozen=True)
+class ChunkLoad:
+    """What the worker has to do for one request before its next forward."""
+
+    request_id: str
+    prompt: ChunkedPrompt
+    ratio: float
+    first: int
+    """Tokens that vLLM's own prefix cache already holds."""
+    blocks: tuple[tuple[int, ...], ...]
+    """The request's block ids, per KV cache group."""
+
+
+@dataclass(frozen=True)
+class ChunkFetch:
+    """Entries to bring to the fastest tier, while other requests run, for a request that waits for them."""
+
+    request_id: str
+    chunks: tuple[tuple[bytes, int], ...]
+    """Content hash and number of tokens of each."""
+
+
+@dataclass
+class StepWork(KVConnectorMetadata):
+    """From the scheduler to every worker."""
+
+    loads: list[ChunkLoad] = field(default_factory=list)
+    fetches: list[ChunkFetch] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    """Requests that no longer need what was fetched for them."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What changed on one tensor-parallel rank."""
+
+    rank: int
+    fastest: str
+    """Name of its fastest tier."""
+    changes: dict[bytes, str | None]
+    """By content hash: the fastest tier that has the entry now, if any."""
+    fetched: list[str]
+    """Requests whose fetch is done."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler."""
+
+    ranks: list[RankReport]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
+        """vLLM joins the reports of all ranks with this."""
+        assert isinstance(other, StepReport)
+        return StepReport([*self.ranks, *other.ranks])

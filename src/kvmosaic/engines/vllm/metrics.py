@@ -1,0 +1,207 @@
+"""What the chunk cache tells vLLM's metrics: collected by workers and scheduler, shown by Prometheus and the log.
+
+vLLM carries the numbers itself: each step it takes every worker's and the scheduler's stats, aggregates them and
+sends the plain ``data`` to the process that logs and serves ``/metrics``.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+from prometheus_client import REGISTRY, Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+PREFIX = "kvmosaic:"
+"""What the names of all our Prometheus metrics start with."""
+
+CountName = Literal[
+    "chunk_hits",
+    "chunk_misses",
+    "chunks_filled",
+    "requests",
+    "fallbacks",
+    "tokens",
+    "evictions",
+    "write_errors",
+]
+LevelName = Literal["tier_bytes", "tier_entries"]
+Stage = Literal["lookup", "fetch", "fill", "remap", "fresh"]
+
+
+class Labelled(NamedTuple):
+    """A metric: the label that splits it and that label's known values, which are shown from the start as zero.
+
+    A counter that appears only with its first event has no rate for that event. A metric without a label is
+    counted under ``""``."""
+
+    documentation: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+
+
+COUNTS: dict[CountName, Labelled] = {
+    "chunk_hits": Labelled("Chunks found, by the tier that held them.", "tier", ("device", "host", "disk")),
+    "chunk_misses": Labelled(
+        "Chunks not found, by reason.", "reason", ("new", "evicted", "corrupt", "collision", "error")
+    ),
+    "chunks_filled": Labelled("Chunks whose canonical KV was computed and stored."),
+    "requests": Labelled(
+        "Requests, by mode: all chunks found, some filled, or served as plain vLLM.",
+        "mode",
+        ("reuse", "fill", "plain"),
+    ),
+    "fallbacks": Labelled("Requests with chunks that were served as plain vLLM, by reason.", "reason"),
+    "tokens": Labelled(
+        "Prompt tokens, by where their KV came from.", "kind", ("reused", "filled", "recomputed", "fresh")
+    ),
+    "evictions": Labelled("Entries evicted to make room."),
+    "write_errors": Labelled("Entries that a tier failed to store."),
+}
+# No values: a tier that is not configured has no level, not a level of zero.
+LEVELS: dict[LevelName, Labelled] = {
+    "tier_bytes": Labelled("Bytes of the entries in each tier, over all ranks.", "tier"),
+    "tier_entries": Labelled("Entries in each tier, over all ranks.", "tier"),
+}
+STAGE_SECONDS = Labelled("Seconds of one stage of bringing a request's chunks.", "stage", get_args(Stage))
+STAGE_BUCKETS = [1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
+
+
+@dataclass
+class ChunkStats(KVConnectorStats):
+    """What one worker, or the scheduler side, collected since it was last taken.
+
+    ``data`` is ``{"counts": {name: {label: int}}, "levels": {name: {label: {rank: float}}}, "seconds": {stage:
+    [float]}}``. vLLM aggregates over ranks and over time with the same method: levels of different ranks stand side
+    by side and add up when they are shown, while a rank's newer level replaces its older one. Counts simply add, so
+    what all ranks do alike for a request has to be counted by one of them. Not for use by several threads at once.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    """The worker whose levels these are: different for all workers of one engine."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget everything. What was taken before keeps its data."""
+        self.data = {"counts": {}, "levels": {}, "seconds": {}}
+
+    def count(self, name: CountName, label: str, amount: int = 1) -> None:
+        """Something happened ``amount`` times."""
+        labels = self.data["counts"].setdefault(name, {})
+        labels[_plain(label)] = labels.get(label, 0) + int(amount)
+
+    def level(self, name: LevelName, label: str, value: float) -> None:
+        """Something stands at ``value`` now, on this rank."""
+        ranks = self.data["levels"].setdefault(name, {}).setdefault(_plain(label), {})
+        # A string, because not every serialiser lets numbers be keys.
+        ranks[str(self.rank)] = float(value)
+
+    def observe(self, stage: Stage, seconds: float) -> None:
+        """A stage took this long, once."""
+        self.data["seconds"].setdefault(_plain(stage), []).append(float(seconds))
+
+    def take(self) -> "ChunkStats | None":
+        """What was collected since the last call, or ``None``: the answer to ``get_kv_connector_stats``."""
+        if self.is_empty():
+            return None
+        taken = ChunkStats(self.data, self.rank)
+        self.reset()
+        return taken
+
+    def aggregate(self, other: KVConnectorStats) -> "ChunkStats":
+        """Both together; ``other`` is the newer one. Neither is changed: within one process several of vLLM's
+        loggers accumulate from the same ``data``."""
+        total = ChunkStats(rank=self.rank)
+        counts, levels, seconds = total.data["counts"], total.data["levels"], total.data["seconds"]
+        for part in (self.data, other.data):
+            for name, labels in part["counts"].items():
+                sums = counts.setdefault(name, {})
+                for label, amount in labels.items():
+                    sums[label] = sums.get(label, 0) + amount
+            for name, labels in part["levels"].items():
+                for label, ranks in labels.items():
+                    levels.setdefault(name, {}).setdefault(label, {}).update(ranks)
+            for stage, values in part["seconds"].items():
+                seconds.setdefault(stage, []).extend(values)
+        return total
+
+    def reduce(self) -> dict[str, int | float]:
+        """A few numbers for vLLM's periodic log line; stages as their mean in milliseconds."""
+        counts: dict[str, dict[str, int]] = self.data["counts"]
+        return {
+            "chunk_hits": sum(counts.get("chunk_hits", {}).values()),
+            "chunk_misses": sum(counts.get("chunk_misses", {}).values()),
+            "chunks_filled": sum(counts.get("chunks_filled", {}).values()),
+            "reused_tokens": counts.get("tokens", {}).get("reused", 0),
+            "fallbacks": sum(counts.get("fallbacks", {}).values()),
+            **{
+                f"mean_{stage}_ms": round(sum(values) / len(values) * 1e3, 3)
+                for stage, values in self.data["seconds"].items()
+            },
+        }
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class ChunkPromMetrics(KVConnectorPromMetrics):
+    """Our metrics in vLLM's Prometheus endpoint, or in Ray's through vLLM's wrappers."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        if issubclass(self._counter_cls, Counter):
+            _unregister()
+        self._counters = {name: self._register(self._counter_cls, name, spec) for name, spec in COUNTS.items()}
+        self._gauges = {
+            name: self._register(self._gauge_cls, name, spec, multiprocess_mode="mostrecent")
+            for name, spec in LEVELS.items()
+        }
+        self._stages = self._register(self._histogram_cls, "stage_seconds", STAGE_SECONDS, buckets=STAGE_BUCKETS)
+        # A step brings the levels of those ranks alone that had something to tell.
+        self._levels: dict[tuple[int, str, str], dict[str, float]] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what one engine sent: the ``data`` of a :class:`ChunkStats`."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, counter in self._counters.items():
+            for label, amount in transfer_stats_data["counts"].get(name, {}).items():
+                counter.labels(*engine, *([label] if COUNTS[name].label else [])).inc(amount)
+        for level, gauge in self._gauges.items():
+            for label, ranks in transfer_stats_data["levels"].get(level, {}).items():
+                known = self._levels.setdefault((engine_idx, level, label), {})
+                known.update(ranks)
+                gauge.labels(*engine, label).set(sum(known.values()))
+        for stage, seconds in transfer_stats_data["seconds"].items():
+            histogram = self._stages.labels(*engine, stage)
+            for value in seconds:
+                histogram.observe(value)
+
+    def _register(self, kind: type[Any], name: str, spec: Labelled, **options: Any) -> Any:
+        own = [spec.label] if spec.label else []
+        metric = kind(
+            name=PREFIX + name, documentation=spec.documentation, labelnames=[*self._labelnames, *own], **options
+        )
+        for engine in self.per_engine_labelvalues.values():
+            for value in [[known] for known in spec.values] if own else [[]]:
+                metric.labels(*engine, *value)
+        return metric
+
+
+def _plain(label: str) -> str:
+    """The text of a string enum's member, which would else be shown under its Python name."""
+    return str.__str__(label)
+
+
+def _unregister() -> None:
+    """Make room for a second engine in this process, as vLLM does for its own metrics and only for those."""
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith(PREFIX):
+            REGISTRY.unregister(collector)

@@ -1,0 +1,28 @@
+"""Tensor parallelism: which heads this rank has, and what all ranks agree on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+
+from kvmosaic.core.key import head_range
+
+
+class Ranks:
+    """The tensor-parallel ranks, seen from one of them."""
+
+    def __init__(self, model_config: Any) -> None:
+        self._group = get_tp_group()
+        self.rank: int = self._group.rank_in_group
+        self.heads = head_range(self.rank, self._group.world_size, model_config.get_total_num_kv_heads())
+        """This rank's KV heads, as part of its keys."""
+
+    def all_have(self, mine: Sequence[bool]) -> list[bool]:
+        """Which of these every rank has: called by all with the same things in the same order. Ranks evict and fail
+        on their own, but must compute the same tokens."""
+        if self._group.world_size == 1:
+            return list(mine)
+        votes = torch.tensor(mine, dtype=torch.int32)
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group.cpu_group)
+        return votes.bool().tolist()

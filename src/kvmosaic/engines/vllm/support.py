@@ -1,0 +1,99 @@
+"""Which vLLM releases and configurations the chunk cache works with.
+
+Nothing here imports vLLM, so that a machine without it can be told what it would need. Every attribute asked for
+exists under the same name in the oldest and in the newest supported release.
+"""
+
+import re
+from typing import Any
+
+SUPPORTED_VLLM = ((0, 26), (0, 33))
+"""Releases that were tried: from the first, up to but not including the second."""
+
+# Drafters that keep no KV of the prompt. All others, also those yet to come, are taken to keep some.
+_DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+
+
+def version_problem(version: str) -> str | None:
+    """Why this vLLM release is not supported and what to do, in one line; ``None`` when it is."""
+    first, end = (".".join(map(str, bound)) for bound in SUPPORTED_VLLM)
+    wanted = f"pip install 'vllm>={first},<{end}'"
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number is None:
+        return f"vLLM {version} does not say which release it is; {wanted}"
+    if not SUPPORTED_VLLM[0] <= (int(number[1]), int(number[2])) < SUPPORTED_VLLM[1]:
+        return f"vLLM {version} was never tried with the chunk cache; {wanted}"
+    return None
+
+
+def unsupported(vllm_config: Any) -> list[str]:
+    """Why the chunk cache cannot work with this ``VllmConfig``: one line per reason, with what to do about it."""
+    model = vllm_config.model_config
+    return [*_model_problems(model), *_parallel_problems(vllm_config.parallel_config), *_cache_problems(vllm_config)]
+
+
+def _model_problems(model: Any) -> list[str]:
+    problems = []
+    if model.runner_type != "generate":
+        problems.append(
+            f"the {model.runner_type} runner generates no text, so there is no prompt to speed up; "
+            "serve this model without the chunk cache"
+        )
+    if model.is_encoder_decoder:
+        problems.append(
+            "an encoder-decoder model attends to its prompt through an encoder, which chunks cannot be cut out of; "
+            "use a decoder-only model"
+        )
+    if model.is_diffusion:
+        problems.append("a diffusion model's tokens see later ones, so chunks have no KV of their own; use another")
+    if model.is_attention_free:
+        problems.append("a model without attention has no KV to reuse; use a model with attention in every layer")
+    elif model.is_hybrid:
+        problems.append(
+            "layers with a recurrent state (Mamba, linear attention) mix all earlier tokens into it, which cannot be "
+            "cut into chunks; use a model with attention in every layer"
+        )
+    if model.use_mla:
+        problems.append(
+            "multi-head latent attention (MLA) is not supported inside vLLM yet; "
+            "use the embedded engine (kvmosaic.hf) for this model"
+        )
+    return problems
+
+
+def _parallel_problems(parallel: Any) -> list[str]:
+    reasons = {
+        "pipeline_parallel_size": "chunks are computed by one forward through the whole model",
+        "decode_context_parallel_size": "a rank holds only some of a chunk's tokens",
+        "prefill_context_parallel_size": "a rank computes only some of a chunk's tokens",
+    }
+    problems = [
+        f"{name}={getattr(parallel, name)}: {reason}; set it to 1 and use tensor_parallel_size"
+        for name, reason in reasons.items()
+        if getattr(parallel, name) > 1
+    ]
+    # The very condition under which vLLM makes every forward a collective of all ranks; None counts as MoE there.
+    if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
+        problems.append(
+            f"data_parallel_size={parallel.data_parallel_size} with a mixture of experts: all ranks must take part "
+            "in each forward, and chunks are computed by one rank alone; start separate servers instead"
+        )
+    return problems
+
+
+def _cache_problems(vllm_config: Any) -> list[str]:
+    problems = []
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    stored = vllm_config.cache_config.cache_dtype
+    if stored not in ("auto", dtype):
+        problems.append(
+            f"kv_cache_dtype={stored}: chunks are kept and moved in the model's own dtype; leave it at auto, "
+            f"or set it to {dtype} where the checkpoint asks for {stored}"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
+        problems.append(
+            f"speculative decoding with {speculative.method}: the draft layers would have no KV of reused tokens; "
+            "use ngram or suffix, or turn it off"
+        )
+    return problems

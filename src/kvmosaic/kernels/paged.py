@@ -1,0 +1,258 @@
+"""Between entries and an engine's paged KV cache: all layers and all chunks of a request in one launch.
+
+``scatter`` copies entries into blocks and turns their keys on the way; ``gather`` copies blocks into entries.
+Each is a Triton kernel beside a torch reference of the same meaning, which runs everywhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvmosaic.core.rotation import CosSin, RotaryColumns, rotate_, rotation_between
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # then the torch reference is all there is, and nobody asks for the kernel
+    triton = None
+
+TILE = 32
+"""Tokens that one program of the kernel moves, in one layer."""
+
+
+class Move(NamedTuple):
+    """An entry and its place in a paged sequence."""
+
+    data: torch.Tensor
+    """``[heads, layers, tokens * (k_dim + v_dim)]``, contiguous; in device memory, or pinned in the host's."""
+    tokens: int
+    old: int
+    """Position its first token was computed at."""
+    new: int
+    """Position of its first token in the paged sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCaches:
+    """The KV cache of an engine, as the kernel sees it."""
+
+    layers: Sequence[torch.Tensor]
+    """Per layer ``[blocks, heads, block_size, k_dim + v_dim]``: K, then V; any strides but the last, equal in all."""
+    k_dim: int
+    tables: Sequence[torch.Tensor | None]
+    """Per layer the rotary table ``[positions, width]``, cos then sin; ``None`` where keys do not turn."""
+    columns: RotaryColumns | None
+    """Which columns of K turn, in all layers that have a table."""
+
+    def __post_init__(self) -> None:
+        assert len({layer.stride() for layer in self.layers}) == 1
+        assert all(layer.stride(-1) == 1 for layer in self.layers)
+        assert len(self.tables) == len(self.layers)
+        assert self.columns is None or self.columns.part == "k"
+
+    @property
+    def block_size(self) -> int:
+        return self.layers[0].shape[2]
+
+    @property
+    def v_dim(self) -> int:
+        return self.layers[0].shape[3] - self.k_dim
+
+    @cached_property
+    def pointers(self) -> torch.Tensor:
+        """``[2, layers]`` addresses of the layers and of their tables, 0 for none."""
+        tables = [0 if table is None else table.data_ptr() for table in self.tables]
+        addresses = [[layer.data_ptr() for layer in self.layers], tables]
+        return torch.tensor(addresses, dtype=torch.int64, device=self.layers[0].device)
+
+
+def scatter(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int = 0) -> None:
+    """Copy entries into the sequence in ``blocks``, except to positions below ``first``; keys are turned."""
+    _launch(moves, caches, blocks, first, into_cache=True)
+
+
+def gather(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int]) -> None:
+    """Copy the sequence in ``blocks`` into the ``data`` of each move, as it is."""
+    _launch(moves, caches, blocks, 0, into_cache=False)
+
+
+def scatter_reference(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int = 0) -> None:
+    """:func:`scatter` in torch operations."""
+    for move in moves:
+        positions = torch.arange(move.new, move.new + move.tokens)
+        keep = positions >= first
+        rows, slots = _slots(positions[keep], caches, blocks)
+        for index, (layer, table) in enumerate(zip(caches.layers, caches.tables, strict=True)):
+            k, v = (part[:, index] for part in _parts(move, caches))
+            if table is not None:
+                assert caches.columns is not None
+                old = torch.arange(move.old, move.old + move.tokens)
+                turn = rotation_between(_table_rows(table, old), _table_rows(table, positions))
+                k = k.clone()
+                rotate_(k, turn, caches.columns)
+            layer[rows, :, slots] = torch.cat([k, v], dim=-1)[:, keep].transpose(0, 1)
+
+
+def gather_reference(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int]) -> None:
+    """:func:`gather` in torch operations."""
+    for move in moves:
+        rows, slots = _slots(torch.arange(move.new, move.new + move.tokens), caches, blocks)
+        k, v = _parts(move, caches)
+        for index, layer in enumerate(caches.layers):
+            both = layer[rows, :, slots].transpose(0, 1)
+            k[:, index], v[:, index] = both[..., : caches.k_dim], both[..., caches.k_dim :]
+
+
+def _parts(move: Move, caches: PagedCaches) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of an entry, views ``[heads, layers, tokens, dim]``."""
+    split = move.tokens * caches.k_dim
+    shape = (*move.data.shape[:2], move.tokens)
+    return move.data[..., :split].view(*shape, caches.k_dim), move.data[..., split:].view(*shape, caches.v_dim)
+
+
+def _slots(positions: torch.Tensor, caches: PagedCaches, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(blocks)[positions // caches.block_size], positions % caches.block_size
+
+
+def _table_rows(table: torch.Tensor, positions: torch.Tensor) -> CosSin:
+    return CosSin(*table[positions].float().chunk(2, dim=-1))
+
+
+def _launch(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int, into_cache: bool) -> None:
+    """One launch over tiles of tokens times layers. Copies its small plan to the device; waits for nothing."""
+    if not moves:
+        return
+    heads, layers = moves[0].data.shape[:2]
+    assert len(caches.layers) == layers
+    assert len(blocks) * caches.block_size >= max(move.new + move.tokens for move in moves)
+    # Per tile: address of the entry, its tokens, first token of the tile, where that was computed, where it goes.
+    tiles = [
+        (move.data.data_ptr(), move.tokens, start, move.old + start, move.new + start)
+        for move in moves
+        for start in range(0, move.tokens, TILE)
+    ]
+    plan = torch.from_numpy(np.concatenate([np.array(tiles, dtype=np.int64).ravel(), np.array(blocks, np.int64)]))
+    device = caches.layers[0].device
+    if device.type == "cuda":
+        plan = plan.pin_memory().to(device, non_blocking=True)
+    cache, columns = caches.layers[0], caches.columns
+    tables = [table for table in caches.tables if table is not None]
+    pairs = columns.width // 2 if columns is not None and into_cache and tables else 0
+    interleaved = columns is not None and columns.interleaved
+    _move_tile[(len(tiles), layers)](
+        plan,
+        plan[5 * len(tiles) :],
+        caches.pointers[0],
+        caches.pointers[1],
+        first,
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        HEADS=heads,
+        LAYERS=layers,
+        BLOCK=caches.block_size,
+        K_DIM=caches.k_dim,
+        V_DIM=caches.v_dim,
+        WIDEST=triton.next_power_of_2(max(caches.k_dim, caches.v_dim)),
+        PAIRS=pairs,
+        PAIRS_PADDED=triton.next_power_of_2(max(pairs, 1)),
+        START=columns.start if columns is not None else 0,
+        STEP=2 if interleaved else 1,
+        APART=1 if interleaved else pairs,
+        INTO_CACHE=into_cache,
+        DTYPE=_triton_type(cache.dtype),
+        TABLE_DTYPE=_triton_type(tables[0].dtype if tables else cache.dtype),
+        TILE=TILE,
+    )
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+if triton is not None:
+
+    @triton.jit
+    def _move_tile(  # type: ignore[no-untyped-def]
+        tiles,
+        blocks,
+        cache_addresses,
+        table_addresses,
+        first,
+        stride_block,
+        stride_head,
+        stride_token,
+        HEADS: tl.constexpr,
+        LAYERS: tl.constexpr,
+        BLOCK: tl.constexpr,
+        K_DIM: tl.constexpr,
+        V_DIM: tl.constexpr,
+        WIDEST: tl.constexpr,
+        PAIRS: tl.constexpr,
+        PAIRS_PADDED: tl.constexpr,
+        START: tl.constexpr,
+        STEP: tl.constexpr,
+        APART: tl.constexpr,
+        INTO_CACHE: tl.constexpr,
+        DTYPE: tl.constexpr,
+        TABLE_DTYPE: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        tile = tiles + tl.program_id(0) * 5
+        layer = tl.program_id(1)
+        # Entries and caches are aligned to 16 bytes; said so, loads are as wide as the hardware has them.
+        entry = tl.multiple_of(tl.load(tile).to(tl.pointer_type(DTYPE)), 16)
+        tokens = tl.load(tile + 1)
+        rows = tl.load(tile + 2) + tl.arange(0, TILE)
+        old = tl.load(tile + 3) + tl.arange(0, TILE)
+        new = tl.load(tile + 4) + tl.arange(0, TILE)
+        live = (rows < tokens) & (new >= first)
+        block = tl.load(blocks + new // BLOCK, mask=live, other=0)
+        cache = tl.multiple_of(tl.load(cache_addresses + layer).to(tl.pointer_type(DTYPE)), 16)
+        slots = cache + (block * stride_block + (new % BLOCK) * stride_token)
+        entry += layer * tokens * (K_DIM + V_DIM)
+
+        if PAIRS > 0:
+            address = tl.load(table_addresses + layer)
+            table = address.to(tl.pointer_type(TABLE_DTYPE))
+            pair = tl.arange(0, PAIRS_PADDED)
+            turning = live[:, None] & (pair < PAIRS)[None, :] & (address != 0)
+            at_old = table + old[:, None] * (2 * PAIRS) + pair[None, :]
+            at_new = table + new[:, None] * (2 * PAIRS) + pair[None, :]
+            old_cos = tl.load(at_old, mask=turning, other=1.0).to(tl.float32)
+            old_sin = tl.load(at_old + PAIRS, mask=turning, other=0.0).to(tl.float32)
+            new_cos = tl.load(at_new, mask=turning, other=1.0).to(tl.float32)
+            new_sin = tl.load(at_new + PAIRS, mask=turning, other=0.0).to(tl.float32)
+            norm = old_cos * old_cos + old_sin * old_sin
+            cos = (new_cos * old_cos + new_sin * old_sin) / norm
+            sin = (new_sin * old_cos - new_cos * old_sin) / norm
+
+        column = tl.arange(0, WIDEST)
+        for head in range(HEADS):
+            k_rows = entry + rows[:, None] * K_DIM
+            v_rows = entry + tokens * K_DIM + rows[:, None] * V_DIM + column[None, :]
+            slot = slots[:, None] + head * stride_head
+            if PAIRS > 0:
+                one = START + pair * STEP
+                two = one + APART
+                inside = live[:, None] & (pair < PAIRS)[None, :]
+                a = tl.load(k_rows + one[None, :], mask=inside).to(tl.float32)
+                b = tl.load(k_rows + two[None, :], mask=inside).to(tl.float32)
+                tl.store(slot + one[None, :], (a * cos - b * sin).to(DTYPE), mask=inside)
+                tl.store(slot + two[None, :], (b * cos + a * sin).to(DTYPE), mask=inside)
+            if K_DIM > 2 * PAIRS:
+                still = (column < K_DIM) & ((column < START) | (column >= START + 2 * PAIRS))
+                _copy(k_rows + column[None, :], slot + column[None, :], live[:, None] & still[None, :], INTO_CACHE)
+            _copy(v_rows, slot + K_DIM + column[None, :], live[:, None] & (column < V_DIM)[None, :], INTO_CACHE)
+            entry += LAYERS * tokens * (K_DIM + V_DIM)
+
+    @triton.jit
+    def _copy(entry_side, cache_side, mask, INTO_CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
+        if INTO_CACHE:
+            tl.store(cache_side, tl.load(entry_side, mask=mask), mask=mask)
+        else:
+            tl.store(entry_side, tl.load(cache_side, mask=mask), mask=mask)

@@ -1,0 +1,106 @@
+"""The Triton kernel against its torch reference: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+import random
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel's module is imported
+
+pytest.importorskip("triton")
+from kvmosaic.core.rotation import RotaryColumns  # noqa: E402
+from kvmosaic.kernels.paged import (  # noqa: E402
+    Move,
+    PagedCaches,
+    gather,
+    gather_reference,
+    scatter,
+    scatter_reference,
+)
+
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def random_case(seed):
+    """A paged cache of random geometry, a sequence in it, and entries with places that do not overlap."""
+    chance, torch_chance = random.Random(seed), torch.Generator().manual_seed(seed)
+    layers, heads = chance.randint(1, 3), chance.choice([1, 2, 3, 8])
+    k_dim, v_dim = chance.choice([(64, 64), (128, 128), (80, 80), (96, 48), (256, 256)])
+    block_size, count = chance.choice([16, 32, 48]), chance.randint(8, 20)
+    dtype = chance.choice([torch.float32, torch.bfloat16, torch.float16])
+    width = chance.choice([k_dim, k_dim // 2, k_dim // 4])
+    start = chance.choice([0, k_dim - width])
+    columns = RotaryColumns("k", start, width, interleaved=chance.random() < 0.3)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=torch_chance)
+
+    def cache():
+        if chance_of_layout:  # tokens before heads, as most backends have it
+            return draw(count, block_size, heads, k_dim + v_dim).to(DEVICE, dtype).transpose(1, 2)
+        return draw(count, heads, block_size, k_dim + v_dim).to(DEVICE, dtype)
+
+    chance_of_layout = chance.random() < 0.5
+    angles = torch.arange(count * block_size)[:, None] * draw(1, width // 2)
+    scale = chance.choice([1.0, 1.3])  # a table may carry one
+    table = (torch.cat([angles.cos(), angles.sin()], -1) * scale).to(DEVICE, chance.choice([torch.float32, dtype]))
+    tables = [table if chance.random() < 0.8 else None for _ in range(layers)]
+    caches = PagedCaches([cache() for _ in range(layers)], k_dim, tables, columns)
+    blocks = chance.sample(range(count), count - chance.randint(0, 3))
+    moves, position = [], chance.randint(0, 5)
+    while True:
+        tokens = chance.choice([1, 2, 31, 32, 33, chance.randint(1, 90)])
+        if position + tokens > len(blocks) * block_size:
+            break
+        data = draw(heads, layers, tokens * (k_dim + v_dim)).to(DEVICE, dtype)
+        moves.append(Move(data, tokens, chance.randint(0, 4), position))
+        position += tokens + chance.randint(0, 3)
+    return moves, caches, blocks, chance.randint(0, 40)
+
+
+def copies(caches):
+    return PagedCaches(
+        [layer.clone(memory_format=torch.preserve_format) for layer in caches.layers],
+        caches.k_dim,
+        caches.tables,
+        caches.columns,
+    )
+
+
+@pytest.mark.parametrize("seed", range(100) if GPU else random.sample(range(10**6), 12))
+def test_scatter_equals_its_reference(seed):
+    moves, caches, blocks, first = random_case(seed)
+    expected = copies(caches)
+    scatter_reference(moves, expected, blocks, first)
+    scatter(moves, caches, blocks, first)
+    exact = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[caches.layers[0].dtype]
+    for ours, theirs in zip(caches.layers, expected.layers, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=exact, rtol=exact)
+
+
+@pytest.mark.parametrize("seed", range(100) if GPU else random.sample(range(10**6), 12))
+def test_gather_equals_its_reference(seed):
+    moves, caches, blocks, _ = random_case(seed)
+    expected = [move._replace(data=torch.zeros_like(move.data)) for move in moves]
+    gather_reference(expected, caches, blocks)
+    gather(moves, caches, blocks)
+    for ours, theirs in zip(moves, expected, strict=True):
+        assert torch.equal(ours.data, theirs.data)
+
+
+def test_what_is_gathered_scatters_back():
+    moves, caches, blocks, _ = random_case(7)
+    expected = copies(caches)
+    moves = [move._replace(old=move.new) for move in moves]  # nothing turns
+    gather(moves, caches, blocks)
+    for layer in caches.layers:
+        layer.zero_()
+    scatter(moves, caches, blocks)
+    for ours, theirs in zip(caches.layers, expected.layers, strict=True):
+        covered = [position for move in moves for position in range(move.new, move.new + move.tokens)]
+        rows = torch.tensor(blocks)[torch.tensor(covered) // caches.block_size]
+        slots = torch.tensor(covered) % caches.block_size
+        torch.testing.assert_close(ours[rows, :, slots], theirs[rows, :, slots], atol=1e-2, rtol=1e-2)
