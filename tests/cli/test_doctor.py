@@ -291,7 +291,7 @@ def test_a_model_that_brings_its_own_code_is_not_run(tmp_path, no_vllm):
     (tmp_path / "configuration_own.py").write_text(code)
     verdict, _, advice = rows_of(model, status=1)["model"]
     assert verdict == "fail"
-    assert "trust_remote_code" in advice
+    assert "custom code" in advice
 
 
 def test_models_that_are_not_here(monkeypatch, tmp_path):

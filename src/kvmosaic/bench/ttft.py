@@ -39,7 +39,8 @@ def run(
     context: int, layers: int, tier: str, eager: bool, repeats: int = 5, progress: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Medians in ms over ``repeats`` prompts of ``context`` tokens in chunks of 512, all cached in ``tier``
-    (``device`` or ``host``). Every prompt has a new system prompt and a new order."""
+    (``device`` or ``host``), each time in a new order: by full prefill, by a hit in vLLM's prefix cache, and by reuse
+    after a system prompt that was used before and after one that was not."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import SamplingParams
     from vllm import __version__ as vllm_version
@@ -67,10 +68,11 @@ def run(
     def tokens(count: int) -> list[int]:
         return [chance.randrange(1000, 100000) for _ in range(count)]
 
-    def prompt(chunks: list[list[int]]) -> tuple[list[int], list[tuple[int, int]]]:
+    def prompt(system: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         ids: list[int] = []
         boundaries: list[tuple[int, int]] = []
-        for part in (tokens(SYSTEM_TOKENS), *chunks, tokens(QUESTION_TOKENS)):
+        chance.shuffle(documents)
+        for part in (system, *documents, tokens(QUESTION_TOKENS)):
             boundaries.append((len(ids), len(ids) + len(part)))
             ids += part
         return ids, boundaries
@@ -84,22 +86,28 @@ def run(
         return (time.perf_counter() - start) * 1e3
 
     documents = [tokens(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS)]
-    times: dict[str, list[float]] = {"full_ms": [], "prefix_hit_ms": [], "reuse_ms": []}
-    for number in range(repeats + 1):  # the first fills the cache and warms up; it does not count
-        progress(f"prompt {number} of {repeats}")
-        chance.shuffle(documents)
-        ids, boundaries = prompt(documents)
+    known_system = tokens(SYSTEM_TOKENS)
+    times: dict[str, list[float]] = {"full_ms": [], "prefix_hit_ms": [], "reuse_ms": [], "reuse_new_system_ms": []}
+    for number in range(-1, repeats):  # the first fills the cache and warms up; it does not count
+        progress(f"round {number + 1} of {repeats}")
+        plain, _ = prompt(tokens(SYSTEM_TOKENS))
+        known, known_boundaries = prompt(known_system)
+        new, new_boundaries = prompt(tokens(SYSTEM_TOKENS))
         measured = {
-            "full_ms": first_token_ms(ids, chunk_cache=False),
-            "prefix_hit_ms": first_token_ms(ids, chunk_cache=False),
-            "reuse_ms": first_token_ms(ids, boundaries=boundaries),
+            "full_ms": first_token_ms(plain, chunk_cache=False),
+            "prefix_hit_ms": first_token_ms(plain, chunk_cache=False),
+            "reuse_ms": first_token_ms(known, boundaries=known_boundaries),
+            "reuse_new_system_ms": first_token_ms(new, boundaries=new_boundaries),
         }
-        if number:
+        if number >= 0:
             for name, value in measured.items():
                 times[name].append(value)
     stats = llm.get_stats()
-    assert stats["hits_by_tier"][tier] == repeats * len(documents), f"not every chunk came from {tier}"
+    assert stats["hits_by_tier"][tier] == (2 * repeats + 1) * len(documents), f"not every chunk came from {tier}"
     medians = {name: statistics.median(values) for name, values in times.items()}
-    speedup = medians["full_ms"] / medians["reuse_ms"]
-    row = {"context": context, "layers": layers, "tier": tier, "eager": eager, **medians, "speedup": speedup}
+    ratios = {
+        "speedup": medians["full_ms"] / medians["reuse_ms"],
+        "against_prefix_hit": medians["reuse_ms"] / medians["prefix_hit_ms"],
+    }
+    row = {"context": context, "layers": layers, "tier": tier, "eager": eager, **medians, **ratios}
     return {"vllm": vllm_version, "rows": [row]}

@@ -84,3 +84,23 @@ def ttft(
     print_table(f"vLLM {result['vllm']}: time to first token", rows[0], (row.values() for row in rows), json=json)
     if json:
         print_json(result)
+
+
+@app.command("kernels")
+def kernels(
+    context: Annotated[int, typer.Option(help="Tokens moved.", min=512)] = 16384,
+    chunk: Annotated[int, typer.Option(help="Tokens per entry.", min=1)] = 512,
+    layers: Annotated[int, typer.Option(min=1)] = 32,
+    heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=2)] = 128,
+    json: JsonOption = False,
+) -> None:
+    """GPU: moving entries into and out of paged caches, against a plain copy."""
+    from kvmosaic.bench import kernels
+
+    with console.status("measuring"):
+        result = kernels.run(context, chunk, layers, heads, head_dim)
+    rows = result["rows"]
+    print_table(f"{result['device']}: {context} tokens", rows[0], (row.values() for row in rows), json=json)
+    if json:
+        print_json(result)

@@ -103,7 +103,7 @@ def _reason(error: Exception) -> str:
     """What an error says, in one line: mostly the last, which in pydantic's is a link to its documentation."""
     if isinstance(error, ValidationError):
         messages = (item["msg"] for item in error.errors(include_url=False, include_context=False))
-        return "; ".join(message.removeprefix("Value error, ") for message in messages)
+        return "; ".join(" ".join(message.removeprefix("Value error, ").split()) for message in messages)
     lines = str(error).split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), type(error).__name__)
 
@@ -315,8 +315,13 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, process
     """What the model's own configuration says."""
     from transformers import AutoConfig
 
-    # Said explicitly: left open, a model that brings its own code makes transformers ask on the terminal.
-    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    try:
+        # Not to trust is said explicitly: left open, a model that brings its own code makes transformers ask for it.
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # Of transformers' errors the first line says what is wrong; the last may be general advice.
+        yield Row("model", "fail", "transformers cannot read its configuration", str(error).split("\n")[0])
+        return
     text = config.get_text_config(decoder=True)
     architecture = (config.architectures or [config.model_type])[0]
     heads = getattr(text, "num_attention_heads", None)

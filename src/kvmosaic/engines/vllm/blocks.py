@@ -113,7 +113,7 @@ class KernelBlocks(RequestBlocks):
 
 
 class BackendBlocks(RequestBlocks):
-    """With torch operations, the backend's own writer, and hooks that see KV before it is packed: for every backend."""
+    """With torch operations, the backend's own writer, and hooks that see KV before it is packed: for any backend."""
 
     def __init__(self, forward: SparseForward, rotary: Sequence[LayerRotary | None]) -> None:
         self._forward = forward
