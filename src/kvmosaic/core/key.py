@@ -31,10 +31,16 @@ def content_hash(tokens: Sequence[int], context: Sequence[int] = (), algorithm: 
     if algorithm not in HASH_ALGORITHMS:
         raise ConfigError(f"unknown hash algorithm {algorithm!r}; choose one of {', '.join(HASH_ALGORITHMS)}")
     # The context's length goes first, so that moving a token between the two changes the hash.
-    words = array("i", (len(context), *context, *tokens))
+    return HASH_ALGORITHMS[algorithm](
+        _little_endian([len(context)]) + _little_endian(context) + _little_endian(tokens)
+    )
+
+
+def _little_endian(numbers: Sequence[int]) -> bytes:
+    words = array("i", numbers)
     if sys.byteorder == "big":
         words.byteswap()
-    return HASH_ALGORITHMS[algorithm](words.tobytes())
+    return words.tobytes()
 
 
 def format_fingerprint(**fields: object) -> str:

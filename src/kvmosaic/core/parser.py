@@ -1,6 +1,7 @@
 """Cuts a prompt into system, chunks and question."""
 
 import logging
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -50,7 +51,7 @@ class ChunkTokenParser:
         ``boundaries`` replaces the search: ``(start, end)`` token ranges of *all* parts in order (system,
         chunks, question) that together cover the prompt. System and chunks may be empty, the question not.
         """
-        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.encode(prompt) if isinstance(prompt, str) else _plain_ints(prompt)
         if boundaries is not None:
             return self._from_boundaries(tokens, boundaries)
         if self._pieces is None or not tokens:
@@ -114,3 +115,8 @@ class ChunkTokenParser:
         if len(spans) < 2 or len(spans[-1]) == 0:
             raise PromptError("boundaries need a system part (may be empty) and a question of at least one token")
         return ChunkedPrompt(tuple(tokens), tuple(span for span in spans[1:-1] if len(span) > 0))
+
+
+def _plain_ints(tokens: Sequence[int]) -> list[int]:
+    """Token ids as Python's integers; arrays and tensors yield numbers of their own kind."""
+    return array("q", tokens.tolist() if hasattr(tokens, "tolist") else tokens).tolist()

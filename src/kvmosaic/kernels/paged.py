@@ -130,12 +130,12 @@ def _launch(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], f
     assert len(caches.layers) == layers
     assert len(blocks) * caches.block_size >= max(move.new + move.tokens for move in moves)
     # Per tile: address of the entry, its tokens, first token of the tile, where that was computed, where it goes.
-    tiles = [
-        (move.data.data_ptr(), move.tokens, start, move.old + start, move.new + start)
-        for move in moves
-        for start in range(0, move.tokens, TILE)
-    ]
-    plan = torch.from_numpy(np.concatenate([np.array(tiles, dtype=np.int64).ravel(), np.array(blocks, np.int64)]))
+    whole = np.array([(move.data.data_ptr(), move.tokens, 0, move.old, move.new) for move in moves], dtype=np.int64)
+    counts = -(-whole[:, 1] // TILE)
+    tiles = np.repeat(whole, counts, axis=0)
+    tiles[:, 2] = (np.arange(len(tiles)) - np.repeat(counts.cumsum() - counts, counts)) * TILE
+    tiles[:, 3:] += tiles[:, 2:3]
+    plan = torch.from_numpy(np.concatenate([tiles.ravel(), np.array(blocks, dtype=np.int64)]))
     device = caches.layers[0].device
     if device.type == "cuda":
         plan = plan.pin_memory().to(device, non_blocking=True)

@@ -38,6 +38,7 @@ class DeviceTier(Tier):
         self._pool = pool
         self._entries: dict[ChunkKey, _Held] = {}
         self._main_stream = torch.cuda.current_stream(pool.device) if pool.is_cuda else None
+        self._main_thread = threading.get_ident()
         self._free: list[tuple[int, int]] = [(0, pool.numel())]
         """Gaps as ``(start, end)``, ascending, never adjacent."""
         self._lock = threading.Lock()
@@ -85,8 +86,8 @@ class DeviceTier(Tier):
             yield EntryInfo(key, _aligned(held.entry.nbytes), self.name, pinned=False)
 
     def _wait_for_main_stream(self) -> bool:
-        """Whether the calling thread works on another stream, which then goes on behind the main one."""
-        if self._main_stream is None or torch.cuda.current_stream() == self._main_stream:
+        """Whether the calling thread has another stream, which then goes on behind the main one."""
+        if self._main_stream is None or threading.get_ident() == self._main_thread:
             return False
         torch.cuda.current_stream().wait_stream(self._main_stream)
         return True

@@ -1,0 +1,220 @@
+"""What the chunk cache refuses, asked of configurations that vLLM itself makes; no weights are loaded."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+from vllm.engine.arg_utils import EngineArgs
+
+from kvmosaic.cli.main import app
+from kvmosaic.core.config import load_config
+from kvmosaic.engines.vllm.arguments import engine_arguments
+from kvmosaic.engines.vllm.support import unsupported, version_problem
+
+pytestmark = pytest.mark.timeout(300)
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
+BERT = {"model_type": "bert", "architectures": ["BertModel"], **SIZES}
+MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2, **SIZES}
+MAMBA = {
+    "model_type": "mamba",
+    "architectures": ["MambaForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "state_size": 8,
+}
+HYBRID = {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    **SIZES,
+}
+LATENT = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    **SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+WHISPER = {
+    "model_type": "whisper",
+    "architectures": ["WhisperForConditionalGeneration"],
+    "is_encoder_decoder": True,
+    "vocab_size": 300,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Makes vLLM's configuration of a model that is nothing but a ``config.json``."""
+
+    def build(config, **arguments):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return EngineArgs(model=str(tmp_path), **arguments).create_engine_config()
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        engine_arguments(load_config(enable_chunk_cache=True)),
+        {"tensor_parallel_size": 2},
+        {"enable_lora": True},
+        {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+    ],
+    ids=["plain", "ours", "tensor-parallel", "lora", "same-dtype", "ngram"],
+)
+def test_supported(build, arguments):
+    assert unsupported(build(LLAMA, **arguments)) == []
+
+
+def test_a_mixture_of_experts_on_one_rank_is_supported(build):
+    assert unsupported(build(MIXTRAL)) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "named"),
+    [
+        (LLAMA, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        (
+            LLAMA,
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "decode_context_parallel_size=2",
+        ),
+        (MIXTRAL, {"data_parallel_size": 2}, "data_parallel_size=2"),
+        (LLAMA, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        (LLAMA, {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "kv_cache_dtype=bfloat16"),
+        (LLAMA, {"runner": "pooling"}, "pooling"),
+        (BERT, {}, "pooling"),
+        (WHISPER, {}, "encoder-decoder"),
+        (MAMBA, {}, "without attention"),
+        (HYBRID, {}, "recurrent state"),
+        (LATENT, {}, "MLA"),
+    ],
+    ids=[
+        "pipeline",
+        "decode-context",
+        "data-parallel-moe",
+        "fp8",
+        "other-dtype",
+        "pooling-runner",
+        "pooling-model",
+        "encoder-decoder",
+        "mamba",
+        "hybrid",
+        "mla",
+    ],
+)
+def test_refused(build, model, arguments, named):
+    [reason] = unsupported(build(model, **arguments))
+    assert named in reason
+    assert ";" in reason, "what to do is missing"
+    assert "\n" not in reason
+
+
+def test_draft_model_is_refused(build, tmp_path):
+    draft = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    [reason] = unsupported(build(LLAMA, speculative_config=draft))
+    assert "draft_model" in reason
+
+
+def test_prefill_context_parallel_is_refused(build):
+    config = build(LLAMA)
+    # Set afterwards: on a CPU vLLM cannot build it (its model runner there has no prefill context parallelism).
+    config.parallel_config.prefill_context_parallel_size = 2
+    [reason] = unsupported(config)
+    assert "prefill_context_parallel_size=2" in reason
+
+
+def test_data_parallel_without_experts_is_supported(build):
+    config = build(LLAMA)
+    # Set afterwards: vLLM builds it only for its server, which then runs the ranks as separate engines.
+    config.parallel_config.data_parallel_size = 2
+    assert unsupported(config) == []
+
+
+def test_diffusion_models_are_refused(build):
+    config = build(LLAMA)
+    # Set afterwards, where vLLM looks for it: on a CPU it cannot build one (the model runner there has none).
+    config.model_config.hf_config.canvas_length = 32
+    vars(config.model_config).pop("is_diffusion", None)  # remembered from building
+    [reason] = unsupported(config)
+    assert "diffusion" in reason
+
+
+def test_every_reason_is_given(build):
+    reasons = unsupported(build(LATENT, pipeline_parallel_size=2, kv_cache_dtype="fp8"))
+    assert len(reasons) == 3
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.0rc1", "0.30.1.dev4+gabc", "0.32.0+cpu"])
+def test_versions_that_work(version):
+    assert version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.25.1", "0.33.0", "0.33.0rc1", "1.0.0", "dev"])
+def test_versions_that_do_not(version):
+    problem = version_problem(version)
+    assert problem is not None
+    assert version in problem
+    assert "vllm>=0.26,<0.33" in problem
+
+
+def test_the_installed_version_works():
+    import vllm
+
+    assert version_problem(vllm.__version__) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "verdict", "found"),
+    [
+        (LLAMA, (), "ok", "runs in bfloat16"),
+        (LATENT, (), "fail", "not supported"),
+        (LLAMA, ("--tensor-parallel-size", "3"), "fail", "vLLM refuses it"),
+    ],
+    ids=["ok", "ours", "vllm"],
+)
+def test_doctor_asks_vllm(tmp_path, monkeypatch, model, arguments, verdict, found):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the command sets it, so that it is put back
+    (tmp_path / "config.json").write_text(json.dumps({**model, "dtype": "bfloat16"}))
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path), *arguments, "--json"], catch_exceptions=False)
+    rows = {row["check"]: row for row in json.loads(done.stdout.splitlines()[-1])["checks"]}
+    assert done.exit_code == (verdict == "fail")
+    assert (rows["model in vLLM"]["verdict"], rows["model in vLLM"]["found"]) == (verdict, found)
+    assert [rows[check]["verdict"] for check in ("vLLM", "vLLM connector", "vLLM worker")] == ["ok"] * 3
