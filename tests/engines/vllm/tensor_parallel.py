@@ -1,7 +1,7 @@
 """Run as a program by the test beside it: a process of its own, as vLLM's workers are told their cores at its start.
 
-Prints one JSON line: answers (and tokens reported as cached) at ratio 0.0 with documents first filled, then reused, then
-missing on one rank alone; by full prefill, and at ratio 1.0.
+Prints one JSON line: answers (and tokens reported as cached) at ratio 0.0 with documents first filled, then reused,
+then missing on one rank alone; by full prefill, and at ratio 1.0.
 """
 
 import json

@@ -32,5 +32,7 @@ def write_tiny_llama(folder: Path, kv_heads: int = 4, **changes) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     config.architectures = ["LlamaForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
+    )
     return str(folder)

@@ -29,6 +29,6 @@ class ChunkCatalog:
         slower = found - self._fastest
         return (slower or found).pop()
 
-    def must_be_fetched(self, digest: bytes) -> bool:
-        """Whether all ranks have the chunk, but some not in their fastest tier."""
-        return self.tier(digest) not in (None, *self._fastest)
+    def is_fastest(self, tier: str) -> bool:
+        """Whether chunks in this tier need not be fetched."""
+        return tier in self._fastest

@@ -1,7 +1,7 @@
 """Scheduler side: which requests have chunks, what to wait for, how many tokens the worker brings."""
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvmosaic.blend import policy_for_ratio
@@ -27,6 +27,8 @@ class _Plan:
     ratio: float
     digests: tuple[bytes, ...]
     """Content hash of each chunk."""
+    fetched_from: dict[bytes, str] = field(default_factory=dict)
+    """Chunks that came from slower tiers."""
     waiting_for: set[int] | None = None
     """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
     report: dict[str, Any] | None = None
@@ -76,11 +78,12 @@ class ChunkScheduler:
             return 0
         external = max(0, plan.prompt.question.start - num_local)
         if external and plan.waiting_for is None:
-            slow = {
-                digest: len(span)
-                for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)
-                if span.end > num_local and self._catalog.must_be_fetched(digest)
-            }
+            slow: dict[bytes, int] = {}
+            for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
+                tier = self._catalog.tier(digest)
+                if span.end > num_local and tier is not None and not self._catalog.is_fastest(tier):
+                    slow[digest] = len(span)
+                    plan.fetched_from[digest] = tier
             plan.waiting_for = set(range(self._ranks)) if slow else set()
             if slow:
                 self._work.fetches.append(ChunkFetch(request.request_id, tuple(slow.items())))
@@ -155,7 +158,7 @@ class ChunkScheduler:
             if span.end <= local:
                 chunks.append(ChunkReport(span, "cached", "prefix-cache", None))
                 continue
-            tier = self._catalog.tier(digest)
+            tier = plan.fetched_from.get(digest) or self._catalog.tier(digest)
             chunks.append(ChunkReport(span, "cached" if tier else "filled", tier, None if tier else "new"))
             reused += (span.end - max(span.start, local)) * (1 - plan.ratio) if tier else 0
         mode = "reuse" if all(chunk.status == "cached" for chunk in chunks) else "fill"
