@@ -104,3 +104,20 @@ def kernels(
     print_table(f"{result['device']}: {context} tokens", rows[0], (row.values() for row in rows), json=json)
     if json:
         print_json(result)
+
+
+@app.command("overhead")
+def overhead(
+    layers: Annotated[int, typer.Option(help="Layers of the 8B-shaped model.", min=1)] = 32,
+    turns: Annotated[int, typer.Option(help="How often each engine is started.", min=1)] = 2,
+    json: JsonOption = False,
+) -> None:
+    """vLLM: step time of requests without chunks, with the chunk cache on against plain vLLM."""
+    from kvmosaic.bench import overhead
+
+    with console.status("starting vLLM") as status:
+        result = overhead.run(layers, turns, progress=status.update)
+    rows = result["rows"]
+    print_table("requests without chunks", rows[0], (row.values() for row in rows), json=json)
+    if json:
+        print_json(result)

@@ -28,11 +28,12 @@ def serve(
     settings = {name: value for name, value in context.params.items() if name != "model" and value is not None}
     config = load_config(**settings)
     try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.cli.serve import ServeSubcommand
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
         raise ConfigError(f"vLLM is not installed ({error}); pip install 'kvmosaic[vllm]'") from None
-    from kvmosaic.engines.vllm.arguments import engine_arguments
+    from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported
     from kvmosaic.models import resolve
 
     arguments = ["vllm", "serve", resolve(model), *context.args]
@@ -47,4 +48,7 @@ def serve(
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     parsed = parser.parse_args(arguments[1:])
     command.validate(parsed)
+    if config.enable_chunk_cache:
+        parsed.model = parsed.model_tag  # as the command itself does later
+        refuse_unsupported(AsyncEngineArgs.from_cli_args(parsed))
     command.cmd(parsed)

@@ -4,6 +4,7 @@ import importlib.util
 import os
 
 import pytest
+import torch
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -20,6 +21,11 @@ SMALL = {
     "block_size": 32,
     "disable_log_stats": False,
 }
+
+if torch.cuda.is_available():
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # float32 means float32, also in attention
+    SMALL["gpu_memory_utilization"] = 0.2  # several engines in one process must fit
+    os.environ.setdefault("KVMOSAIC_CHUNK_CACHE_GPU_MEMORY_FRACTION", "0.05")
 
 
 @pytest.fixture(scope="module")

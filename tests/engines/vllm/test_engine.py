@@ -103,7 +103,7 @@ def test_a_batch_gives_what_each_request_gives_alone(llm):
     [
         [DOCUMENTS[0], DOCUMENTS[0]],
         ["x"],
-        [f"Note {number}." for number in range(60)],
+        [f"Note {number}." for number in range(200)],
         [" ".join(DOCUMENTS) * 3],
     ],
     ids=["repeated", "tiny", "many", "long"],
@@ -116,6 +116,29 @@ def test_odd_chunks(llm, documents, smollm2, tokenizer):
     [expected] = reference.generate(text, max_tokens=3, temperature=0)
     [ours] = answer(llm, [text])
     assert tuple(ours.outputs[0].token_ids[:3]) == expected.token_ids[:3]
+
+
+def test_a_chunk_is_missing_in_the_middle(llm):
+    """The ones around it are reused, that one is filled; then all are."""
+    answer(llm, [prompt("One.", [DOCUMENTS[0], DOCUMENTS[2]])])
+    new = f"A document about the number {random.random()} and nothing else."
+    documents = [DOCUMENTS[0], new, DOCUMENTS[2]]
+    [first] = answer(llm, [prompt("Two, a longer one.", documents)], report=True)
+    assert [chunk["status"] for chunk in first.kv_transfer_params["chunks"]] == ["cached", "filled", "cached"]
+    [second] = answer(llm, [prompt("Three!", documents)], report=True)
+    assert {chunk["status"] for chunk in second.kv_transfer_params["chunks"]} == {"cached"}
+    assert second.num_cached_tokens > first.num_cached_tokens
+
+
+def test_prompt_logprobs_need_every_token(llm):
+    text = prompt("You are helpful.", DOCUMENTS)
+    answer(llm, [text])
+    sampling = SamplingParams(
+        max_tokens=5, temperature=0, prompt_logprobs=1, extra_args={"kv_transfer_params": {"report": True}}
+    )
+    [output] = llm.generate([text], sampling, use_tqdm=False)
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert output.kv_transfer_params["fallback_reason"] == "every-token-wanted"
 
 
 def test_bad_request_parameters_fall_back_to_plain(llm, caplog):

@@ -1,6 +1,7 @@
 """``kvmosaic serve`` as users meet it: a server process, and the OpenAI client."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -58,13 +59,49 @@ def complete(client, text, **params):
     )
 
 
-def test_second_request_reports_its_documents_as_cached(client):
-    complete(client, prompt("You are helpful.", DOCUMENTS))
-    second = complete(client, prompt("Quite another system prompt.", DOCUMENTS[::-1]))
-    usage = second.usage
-    fresh = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
-    assert usage.prompt_tokens_details.cached_tokens > 80
-    assert fresh < 20  # the question alone; the system prompt is computed with the chunks
+def metrics(client):
+    """Our series on vLLM's own endpoint."""
+    url = str(client.base_url).replace("/v1/", "/metrics")
+    lines = urllib.request.urlopen(url, timeout=10).read().decode().splitlines()
+    series = (line.rpartition(" ") for line in lines if line.startswith("kvmosaic:"))
+    return {re.sub(r'(model_name|engine)="[^"]*",?', "", name).replace(",}", "}"): float(v) for name, _, v in series}
+
+
+def test_second_request_reports_its_documents_as_cached(client, tokenizer):
+    system, question = "You are helpful.", "Tell me about it. It is"
+    first = complete(client, prompt(system, DOCUMENTS, question))
+    before = metrics(client)
+    second = complete(client, prompt("Quite another system prompt.", DOCUMENTS[::-1], question), report=True)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    report = second.model_extra["kv_transfer_params"]
+    spans = [chunk["span"] for chunk in report["chunks"]]
+    assert report["mode"] == "reuse"
+    assert {chunk["status"] for chunk in report["chunks"]} == {"cached"}
+    # All documents, with their separators, and nothing else.
+    assert cached == report["reused_tokens"] == sum(span["end"] - span["start"] for span in spans)
+    assert spans[0]["start"] == len(tokenizer("Quite another system prompt.").input_ids)
+    assert first.usage.prompt_tokens_details is None or first.usage.prompt_tokens_details.cached_tokens == 0
+    complete(client, "Something plain, so that a step brings the metrics of the one before: it is")
+    after = metrics(client)
+    grown = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    tier = next(name for name in grown if name.startswith("kvmosaic:chunk_hits_total"))
+    assert grown[tier] == len(DOCUMENTS)
+    assert grown['kvmosaic:requests_total{mode="reuse"}'] == 1
+    assert grown['kvmosaic:requests_total{mode="plain"}'] == 1
+    assert grown['kvmosaic:tokens_total{kind="reused"}'] == cached
+    assert "kvmosaic:chunks_filled_total{}" not in grown
+    assert grown['kvmosaic:stage_seconds_count{stage="remap"}'] == 1
+    assert any(name.startswith("kvmosaic:tier_bytes") and after[name] > 0 for name in after)
+
+
+def test_bad_parameters_are_counted_and_answered_plainly(client):
+    text = prompt("Be brief.", DOCUMENTS[:2])
+    before = metrics(client)
+    ours = complete(client, text, recompute_ratio="lots", report=True)
+    assert ours.model_extra["kv_transfer_params"] == {"mode": "plain", "fallback_reason": "bad-parameters"}
+    assert ours.choices[0].text == complete(client, text, chunk_cache=False).choices[0].text
+    name = 'kvmosaic:fallbacks_total{reason="bad-parameters"}'
+    assert metrics(client)[name] - before.get(name, 0) == 1
 
 
 def test_ratio_one_is_plain_vllm(client):

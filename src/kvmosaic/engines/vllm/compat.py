@@ -4,10 +4,12 @@ Everything else is the connector interface, ``worker_cls``, and ``torch.nn.Modul
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.lora.layers import LoRAMapping
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
 
@@ -17,6 +19,7 @@ __all__ = [
     "count_cached_tokens",
     "hash_block_size",
     "init_attn_backend",
+    "no_adapters",
     "paged_cache",
     "salt_block_hashes",
     "write_rows",
@@ -78,3 +81,20 @@ def paged_cache(layer: Any) -> torch.Tensor:
 def write_rows(layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
     """Store K and V ``[tokens, heads, dim]`` of one layer; the backend packs them as it likes."""
     layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
+
+
+@contextmanager
+def no_adapters(runner: Any, rows: int, tokens: int) -> Iterator[None]:
+    """Run so many tokens in so many rows through the base model, then go back to the adapters of the step."""
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None:
+        yield
+        return
+    adapters = manager._adapter_manager
+    before = adapters._last_mapping
+    adapters.set_adapter_mapping(LoRAMapping((0,) * tokens, (0,) * rows, is_prefill=True))
+    try:
+        yield
+    finally:
+        if before is not None:
+            adapters.set_adapter_mapping(before)

@@ -1,12 +1,14 @@
 """``vllm.LLM`` with a chunk cache."""
 
+from dataclasses import fields
 from typing import Any
 
 import vllm
+from vllm.engine.arg_utils import EngineArgs
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.engines.vllm.arguments import engine_arguments
+from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported
 from kvmosaic.models import resolve
 
 
@@ -16,9 +18,12 @@ class LLM(vllm.LLM):  # type: ignore[misc]
     def __init__(self, model: str, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in ChunkCacheConfig.model_fields if name in kwargs}
         self.chunk_cache_config = load_config(**settings)
+        model = resolve(model)
         if self.chunk_cache_config.enable_chunk_cache:
+            known = {field.name for field in fields(EngineArgs)}
+            refuse_unsupported(EngineArgs(model=model, **{name: kwargs[name] for name in kwargs.keys() & known}))
             kwargs |= engine_arguments(self.chunk_cache_config)
-        super().__init__(model=resolve(model), **kwargs)
+        super().__init__(model=model, **kwargs)
 
     def get_stats(self) -> dict[str, Any]:
         """Statistics of the first worker's chunk cache: ``hit_rate, total_chunks, current_memory_mb, …``."""

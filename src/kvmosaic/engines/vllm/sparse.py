@@ -18,6 +18,7 @@ from kvmosaic.engines.vllm.compat import (
     build_attn_metadata,
     build_slot_mappings_by_layer,
     init_attn_backend,
+    no_adapters,
     write_rows,
 )
 
@@ -142,6 +143,7 @@ class SparseForward:
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32, device=device)
         with (
             torch.inference_mode(),
+            no_adapters(self._runner, len(rows), len(positions)),
             set_forward_context(
                 metadata,
                 self._config,

@@ -1,0 +1,41 @@
+"""Set-ups that cannot work are refused in one line, before any engine process starts."""
+
+import pytest
+
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.vllm import LLM
+from tests.engines.vllm.conftest import SMALL
+from tests.engines.vllm.tiny import write_tiny_llama
+
+
+def test_pipeline_parallel():
+    with pytest.raises(ConfigError, match=r"pipeline.*\S") as caught:
+        LLM("smollm2-135m", enable_chunk_cache=True, pipeline_parallel_size=2, **SMALL)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_the_chunk_cache_nothing_is_refused(tmp_path):
+    llm = LLM(write_tiny_llama(tmp_path), skip_tokenizer_init=True, **SMALL)
+    with pytest.raises(ConfigError, match="enable_chunk_cache=True"):
+        llm.get_stats()
+
+
+def test_rotary_positions_that_cannot_move(tmp_path):
+    """Found out by measuring: keys that do not turn with their position."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    def mirrored(self, positions, query, key=None, *rest):
+        query, key = original(self, positions, query, key, *rest)
+        return query, None if key is None else key * (1 + positions[:, None].to(key.dtype))
+
+    folder = write_tiny_llama(tmp_path)
+    patch = pytest.MonkeyPatch()
+    original = RotaryEmbedding.forward_native
+    for name in ("forward_native", "forward_cpu"):
+        if hasattr(RotaryEmbedding, name):
+            patch.setattr(RotaryEmbedding, name, mirrored)
+    try:
+        with pytest.raises(Exception, match="do not move with position like rotary ones"):
+            LLM(folder, enable_chunk_cache=True, skip_tokenizer_init=True, **SMALL)
+    finally:
+        patch.undo()
