@@ -12,7 +12,6 @@ from kvmosaic.vllm import LLM
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
 
-
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's GPU kernels have no float32 adapters")
 
 

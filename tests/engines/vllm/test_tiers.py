@@ -169,7 +169,7 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, worker_side, 
                 cache = layer.kv_cache
                 cache[mirror[0]] = cache[list(blocks[0])]
                 before = cache[mirror[0]].clone()
-                rows = (part[index, :, positions].transpose(0, 1).to(forward.device) for part in (k, v))
+                rows = (part[index, :, positions].transpose(0, 1).contiguous().to(forward.device) for part in (k, v))
                 forward.write(layer, *rows, mirror_slots)
                 difference = (cache[mirror[0]] - before).abs().max() / max(k[index].abs().max(), v[index].abs().max())
                 assert difference < 1e-4, f"layer {index}"

@@ -44,7 +44,6 @@ class ChunkConnector(KVConnectorBase_V1):
         self.scheduler: ChunkScheduler | None = None
         self.loader: ChunkLoader | None = None
         self.fetcher: ChunkFetcher | None = None
-        self._failed_blocks: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = ChunkScheduler(
                 self._config,
@@ -135,19 +134,15 @@ class ChunkConnector(KVConnectorBase_V1):
             self._connector_metadata = work
 
     def _load(self, load: ChunkLoad) -> None:
-        """Load one request. Whatever goes wrong, vLLM computes its blocks itself and the engine goes on."""
+        """Load one request. Whatever goes wrong, it is prefilled as plain vLLM would and the engine goes on."""
         assert self.loader is not None
         try:
             self.loader.load(load)
         except Exception:
             logger.exception("could not load the chunks of request %s; it is prefilled instead", load.request_id)
             self.loader.stats.count("fallbacks", "load-error")
-            for row, size in zip(load.blocks, self.loader.block_sizes, strict=True):
-                self._failed_blocks.update(row[load.first // size :])
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+            # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
+            self.loader.prefill(load)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         assert self.loader is not None

@@ -70,11 +70,6 @@ class ChunkLoader:
         """The same for every prompt: vLLM's rotary tables do not depend on its length."""
         return self._fingerprint
 
-    @property
-    def block_sizes(self) -> list[int]:
-        """Tokens per block, per KV cache group."""
-        return self._forward.block_sizes
-
     def report(self, changes: dict[bytes, str | None], fetched: list[str]) -> RankReport:
         """What the scheduler should know of this rank."""
         return RankReport(self._ranks.rank, self.cache.store.fastest_tier, changes, fetched)
@@ -96,7 +91,12 @@ class ChunkLoader:
     def load(self, load: ChunkLoad) -> None:
         """Bring positions ``load.first`` up to the question of one request into its blocks."""
         prompt = load.prompt
-        chunks = [self._piece(prompt, span) for span in prompt.chunks if span.end > load.first]
+        context = self.cache.context_of(prompt)
+        chunks = [
+            _Piece(span, prompt.tokens_of(span), context, self.cache.key_of_hash(digest, len(span), ANY_LENGTH))
+            for span, digest in zip(prompt.chunks, load.digests, strict=True)
+            if span.end > load.first
+        ]
         tail = self._system_tail(load)
         # Pinned, so that no other thread puts anything in their place before the GPU was told to read them.
         with self.cache.store.pin([piece.key for piece in (*chunks, *tail)]):
@@ -115,9 +115,10 @@ class ChunkLoader:
                 load, [piece.span for piece in usable], [piece for piece in tail if piece not in usable]
             )
 
-    def _piece(self, prompt: ChunkedPrompt, span: Span) -> _Piece:
-        tokens, context = prompt.tokens_of(span), self.cache.context_of(prompt)
-        return _Piece(span, tokens, context, self.cache.key(tokens, context, len(prompt.token_ids)))
+    def prefill(self, load: ChunkLoad) -> None:
+        """Compute everything up to the question, as if there were no chunks."""
+        end = load.prompt.question.start
+        self._forward.run([Row(load.prompt.token_ids[load.first : end], load.first, load.blocks)])
 
     def _system_tail(self, load: ChunkLoad) -> list[_Piece]:
         """The system tokens behind the last full block. vLLM's prefix cache has full blocks alone; with these few in
@@ -127,7 +128,7 @@ class ChunkLoader:
         if len(self._forward.block_sizes) > 1 or not span or load.first > span.start:
             return []
         tokens, context = prompt.tokens_of(span), prompt.token_ids[: span.start]
-        return [_Piece(span, tokens, context, self.cache.key(tokens, context, len(prompt.token_ids)))]
+        return [_Piece(span, tokens, context, self.cache.key(tokens, context, ANY_LENGTH))]
 
     def _find(self, chunks: Sequence[_Piece], tail: Sequence[_Piece]) -> dict[ChunkKey, ChunkKV]:
         """The entries that every rank has."""

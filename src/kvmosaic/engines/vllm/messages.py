@@ -13,6 +13,8 @@ class ChunkLoad:
 
     request_id: str
     prompt: ChunkedPrompt
+    digests: tuple[bytes, ...]
+    """Content hash of each chunk."""
     ratio: float
     first: int
     """Tokens that vLLM's own prefix cache already holds."""

@@ -99,7 +99,7 @@ class ChunkScheduler:
         if num_external == 0:
             return
         ids = tuple(tuple(group) for group in blocks.get_block_ids())
-        self._work.loads.append(ChunkLoad(request.request_id, plan.prompt, plan.ratio, local, ids))
+        self._work.loads.append(ChunkLoad(request.request_id, plan.prompt, plan.digests, plan.ratio, local, ids))
         plan.waiting_for = None  # if it is preempted and comes back, it asks anew
 
     def take_work(self) -> StepWork:
