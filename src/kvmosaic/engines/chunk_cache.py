@@ -1,6 +1,6 @@
 """The chunk cache of an engine: looks chunks up, has missing ones filled, stores them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -100,25 +100,27 @@ class ChunkCache:
         """An entry for every chunk of a prompt of ``length`` tokens. Missing ones are filled together and
         stored; a repeated one is filled once."""
         found: dict[tuple[int, ...], Found] = {}
-        missing: dict[tuple[int, ...], str] = {}
+        missing: dict[tuple[int, ...], tuple[ChunkKey, str]] = {}
         for chunk in dict.fromkeys(map(tuple, chunks)):
-            result = self.store.lookup(self.key(chunk, context, length), chunk, context)
+            key = self.key(chunk, context, length)
+            result = self.store.lookup(key, chunk, context)
             if result.entry is not None:
                 found[chunk] = Found(result.entry, result.tier, None)
             else:
                 assert result.reason is not None
-                missing[chunk] = result.reason.value
+                missing[chunk] = key, result.reason.value
         if missing:
-            entries = self.fill(list(missing), context, length)
-            for (chunk, reason), entry in zip(missing.items(), entries, strict=True):
+            entries = self.fill({key: chunk for chunk, (key, _) in missing.items()}, context, length)
+            for (chunk, (_, reason)), entry in zip(missing.items(), entries, strict=True):
                 found[chunk] = Found(entry, None, reason)
         return [found[tuple(chunk)] for chunk in chunks]
 
-    def fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
-        """Compute the entries of chunks that are missing, together, and store them."""
+    def fill(self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
+        """Compute the entries of chunks that are missing, together, and store them under their keys."""
         entries = []
-        for chunk, (k, v) in zip(chunks, self._engine.fill(context, chunks, length), strict=True):
-            entries.append(ChunkKV.from_kv(self.key(chunk, context, length), chunk, context, k, v))
+        computed = self._engine.fill(context, list(chunks.values()), length)
+        for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
+            entries.append(ChunkKV.from_kv(key, chunk, context, k, v))
             self.store.put(entries[-1])
         return entries
 

@@ -53,6 +53,9 @@ class PagedCaches:
         assert all(layer.stride(-1) == 1 for layer in self.layers)
         assert len(self.tables) == len(self.layers)
         assert self.columns is None or self.columns.part == "k"
+        tables = [table for table in self.tables if table is not None]
+        assert len({table.dtype for table in tables}) <= 1
+        assert all(self.columns and table.stride() == (self.columns.width, 1) for table in tables)
 
     @property
     def block_size(self) -> int:

@@ -9,6 +9,9 @@ from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import EntryInfo, LookupResult, MissReason, Tier
 from kvmosaic.store.stack import TierStack
+from kvmosaic.store.tiers.host import in_pinned_memory
+
+FETCHES_REMEMBERED = 10_000
 
 
 class ChunkStorageManager:
@@ -64,8 +67,11 @@ class ChunkStorageManager:
             for level, tier in enumerate(self._stack.tiers[1:], start=1):
                 entry, _ = self._stack.read(level, key)
                 if entry is not None:
-                    self._stack.promote(level, entry)
+                    # Pinned first: the promotion holds the lock, and only from pinned memory a copy is just queued.
+                    self._stack.promote(level, in_pinned_memory(entry) if self.fastest_tier == "device" else entry)
                     self._fetched_from[key] = tier.name
+                    if len(self._fetched_from) > FETCHES_REMEMBERED:  # some were never looked up
+                        self._fetched_from.pop(next(iter(self._fetched_from)), None)
                     break
 
     @property

@@ -25,9 +25,11 @@ def beside(after: torch.cuda.Event | None) -> Iterator[None]:
     if after is None:
         yield
         return
-    if not hasattr(_local, "stream"):
-        _local.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(_local.stream):
-        _local.stream.wait_event(after)
-        yield
-        _local.stream.synchronize()
+    # A new thread's current device is the first one, whichever this process works on.
+    with torch.cuda.device(after.device):
+        if not hasattr(_local, "stream"):
+            _local.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(_local.stream):
+            _local.stream.wait_event(after)
+            yield
+            _local.stream.synchronize()

@@ -130,6 +130,48 @@ def test_a_chunk_is_missing_in_the_middle(llm):
     assert second.num_cached_tokens > first.num_cached_tokens
 
 
+def test_a_system_prompt_that_another_request_computes_in_the_same_step(llm):
+    """vLLM's prefix cache hands out blocks before the forward that fills them; ours runs before that forward."""
+    system = f"You are number {random.random()}. " + "Answer with care and in few words, as always. " * 8
+    text = prompt(system, DOCUMENTS)
+    plain_params, ours = (
+        SamplingParams(
+            max_tokens=10, temperature=0, logprobs=1, ignore_eos=True, extra_args={"kv_transfer_params": p}
+        )
+        for p in ({"chunk_cache": False}, {"recompute_ratio": 1.0})
+    )
+    other = system + " What is the capital of France? It is"
+    [_, together] = llm.generate([other, text], [plain_params, ours], use_tqdm=False)
+    [alone] = plain(llm, [text])
+    same(together, alone)
+    [first] = answer(llm, [prompt(system, DOCUMENTS[:2])])
+    [second] = answer(llm, [prompt(system, DOCUMENTS[:2])], recompute_ratio=0.0)
+    same(second, first)
+
+
+def test_cache_salts_are_kept_apart(llm):
+    text = prompt("You are helpful.", DOCUMENTS)
+    answer(llm, [text])
+    salted = {"prompt": text, "cache_salt": f"{random.random()}"}
+    statuses = []
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        [output] = answer(llm, [salted], report=True)
+        statuses.append({chunk["status"] for chunk in output.kv_transfer_params["chunks"]})
+    assert statuses == [{"filled"}, {"cached"}]
+
+
+def test_resetting_the_cache_forgets_chunks(llm):
+    text = prompt("You are helpful.", DOCUMENTS)
+    answer(llm, [text])
+    assert llm.reset_prefix_cache(reset_connector=True)
+    before = llm.get_stats()
+    [output] = answer(llm, [text], report=True)
+    after = llm.get_stats()
+    assert {chunk["status"] for chunk in output.kv_transfer_params["chunks"]} == {"filled"}
+    assert after["cache_misses"] - before["cache_misses"] == len(DOCUMENTS)
+
+
 def test_prompt_logprobs_need_every_token(llm):
     text = prompt("You are helpful.", DOCUMENTS)
     answer(llm, [text])

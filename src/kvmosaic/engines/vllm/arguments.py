@@ -23,7 +23,6 @@ def engine_arguments(config: ChunkCacheConfig) -> dict[str, Any]:
             "kv_connector": "ChunkConnector",
             "kv_connector_module_path": CONNECTOR_MODULE,
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": config.model_dump(mode="json"),
         },
     }

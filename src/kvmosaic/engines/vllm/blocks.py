@@ -2,6 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -53,6 +54,8 @@ class KernelBlocks(RequestBlocks):
     def __init__(self, forward: SparseForward, caches: PagedCaches) -> None:
         self._forward = forward
         self._caches = caches
+        self._being_read: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
+        """Host memory that the GPU was told to read. Its allocator does not know, and would hand it out again."""
 
     @classmethod
     def open(cls, forward: SparseForward, rotary: Sequence[LayerRotary | None]) -> "KernelBlocks | None":
@@ -76,12 +79,21 @@ class KernelBlocks(RequestBlocks):
         return cls(forward, caches) if _reads_what_the_backend_wrote(forward, caches) else None
 
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
+        sources = [_readable(entry.data) for entry, _ in moves]
         scatter(
-            [Move(_readable(entry.data), len(entry.tokens), entry.first_position, at) for entry, at in moves],
+            [
+                Move(data, len(entry.tokens), entry.first_position, at)
+                for data, (entry, at) in zip(sources, moves, strict=True)
+            ],
             self._caches,
             blocks[0],
             first,
         )
+        while self._being_read and self._being_read[0][0].query():
+            self._being_read.popleft()
+        from_host = [data for data in sources if not data.is_cuda]
+        if from_host:
+            self._being_read.append((torch.cuda.current_stream().record_event(), from_host))
 
     def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
         self._forward.run(rows)

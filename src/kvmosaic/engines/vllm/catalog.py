@@ -10,10 +10,22 @@ class ChunkCatalog:
     def __init__(self, ranks: int) -> None:
         self._tiers: list[dict[bytes, str]] = [{} for _ in range(ranks)]
         self._fastest: set[str] = set()
+        self._heard_of: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has told what it has; each does so with its first step."""
+        return len(self._heard_of) == len(self._tiers)
+
+    def clear(self) -> None:
+        """All ranks are about to forget everything."""
+        for tiers in self._tiers:
+            tiers.clear()
 
     def update(self, report: RankReport) -> None:
         """Take in what a rank reports."""
         self._fastest.add(report.fastest)
+        self._heard_of.add(report.rank)
         tiers = self._tiers[report.rank]
         for digest, tier in report.changes.items():
             if tier is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.lora.layers import LoRAMapping
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "no_adapters",
     "paged_cache",
     "salt_block_hashes",
+    "unsupported_cache",
     "write_rows",
 ]
 
@@ -29,6 +31,15 @@ __all__ = [
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens per hash in ``request.block_hashes``."""
     return resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+
+
+def unsupported_cache(kv_cache_config: Any) -> list[str]:
+    """Why the KV cache that vLLM is going to make cannot hold chunks."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        return []
+    kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+    return [f"this model keeps its KV in {len(groups)} group(s) of {kinds}, not of all tokens; use another model"]
 
 
 def salt_block_hashes(request: Any, first: int, salt: bytes) -> None:

@@ -14,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.engines.vllm.compat import hash_block_size
+from kvmosaic.engines.vllm.compat import hash_block_size, unsupported_cache
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.loader import ANY_LENGTH, ChunkLoader
-from kvmosaic.engines.vllm.messages import ChunkLoad, StepReport, StepWork
+from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.scheduler import ChunkScheduler
@@ -34,7 +34,7 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        problems = unsupported(vllm_config)
+        problems = unsupported(vllm_config) or unsupported_cache(kv_cache_config)
         if problems:
             raise UnsupportedModelError(f"the chunk cache cannot be used here: {problems[0]}")
         self._config: ChunkCacheConfig = load_config(**vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -44,13 +44,16 @@ class ChunkConnector(KVConnectorBase_V1):
         self.scheduler: ChunkScheduler | None = None
         self.loader: ChunkLoader | None = None
         self.fetcher: ChunkFetcher | None = None
+        self._has_reported = False
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = ChunkScheduler(
                 self._config,
                 self._parser,
                 tuple(self._sink()),
+                kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
                 hash_block_size(vllm_config, kv_cache_config),
                 vllm_config.parallel_config.tensor_parallel_size,
+                vllm_config.kv_transfer_config.engine_id,
             )
 
     # --- scheduler side
@@ -69,7 +72,7 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self.scheduler is not None
-        return self.scheduler.take_work()
+        return self.scheduler.take_work(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self.scheduler is not None
@@ -81,6 +84,11 @@ class ChunkConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
         return False, self.scheduler.finished(request)
+
+    def reset_cache(self) -> bool:
+        assert self.scheduler is not None
+        self.scheduler.clear()
+        return True
 
     # --- worker side
 
@@ -94,6 +102,7 @@ class ChunkConnector(KVConnectorBase_V1):
         model = self._vllm_config.model_config
         identity = {
             "dtype": str(model.dtype),
+            "quantization": model.quantization,
             "revision": model.revision,
             "config": model.hf_text_config.to_dict(),
             "weights": _weight_files(model.model),
@@ -115,11 +124,15 @@ class ChunkConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork)
-        if not (work.loads or work.fetches or work.released):
+        if work.engine_id != self._vllm_config.kv_transfer_config.engine_id:
+            raise ConfigError("two vLLM engines with a chunk cache in one process; give each a process of its own")
+        if not (work.loads or work.fetches or work.released or work.clear):
             return
         assert self.loader is not None
         assert self.fetcher is not None
         cache = self.loader.cache
+        if work.clear:
+            cache.clear()
         for request_id in work.released:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
@@ -128,28 +141,18 @@ class ChunkConnector(KVConnectorBase_V1):
         self._connector_metadata = None
         try:
             for load in work.loads:
-                self._load(load)
+                self.loader.load(load)
                 self.fetcher.release(load.request_id)
         finally:
             self._connector_metadata = work
-
-    def _load(self, load: ChunkLoad) -> None:
-        """Load one request. Whatever goes wrong, it is prefilled as plain vLLM would and the engine goes on."""
-        assert self.loader is not None
-        try:
-            self.loader.load(load)
-        except Exception:
-            logger.exception("could not load the chunks of request %s; it is prefilled instead", load.request_id)
-            self.loader.stats.count("fallbacks", "load-error")
-            # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
-            self.loader.prefill(load)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         assert self.loader is not None
         assert self.fetcher is not None
         changes, fetched = self.loader.cache.take_changes(ANY_LENGTH), self.fetcher.take_finished()
-        if not changes and not fetched:
+        if self._has_reported and not changes and not fetched:
             return None
+        self._has_reported = True
         for seconds in fetched.values():
             self.loader.stats.observe("fetch", seconds)
         return StepReport([self.loader.report(changes, list(fetched))])

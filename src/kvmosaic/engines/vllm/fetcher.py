@@ -1,5 +1,6 @@
 """Brings entries from slower tiers to the fastest one while other requests run."""
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from contextlib import ExitStack
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store import ChunkStorageManager
 from kvmosaic.store.streams import beside, moment
+
+logger = logging.getLogger(__name__)
 
 
 class ChunkFetcher:
@@ -32,6 +35,10 @@ class ChunkFetcher:
             try:
                 with beside(after):
                     self._store.fetch(keys)
+            except Exception:
+                logger.exception(
+                    "could not fetch chunks for request %s; they are looked up where they are", request_id
+                )
             finally:
                 with self._lock:
                     self._finished[request_id] = time.perf_counter() - begin
@@ -47,7 +54,7 @@ class ChunkFetcher:
     def take_finished(self) -> dict[str, float]:
         """Requests whose fetch ended since the last call, and how many seconds they waited for it."""
         if not self._finished:
-            return self._finished
+            return {}
         with self._lock:
             finished, self._finished = self._finished, {}
         return finished

@@ -16,7 +16,7 @@ from kvmosaic.engines.chunk_cache import KV, ChunkCache
 from kvmosaic.engines.rotary import LayerRotary, explain_layer
 from kvmosaic.engines.vllm.blocks import BackendBlocks, KernelBlocks, Part, RequestBlocks
 from kvmosaic.engines.vllm.messages import ChunkLoad, RankReport
-from kvmosaic.engines.vllm.metrics import ChunkStats
+from kvmosaic.engines.vllm.metrics import ChunkStats, CountName
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import find_tables
 from kvmosaic.engines.vllm.sparse import Row, SparseForward
@@ -89,7 +89,26 @@ class ChunkLoader:
         return self.stats.take()
 
     def load(self, load: ChunkLoad) -> None:
-        """Bring positions ``load.first`` up to the question of one request into its blocks."""
+        """Bring positions ``load.first`` up to the question of one request into its blocks. Whatever goes wrong with
+        its chunks, on any rank, it is prefilled as plain vLLM would."""
+        try:
+            reused, new_tail = self._bring(load)
+            fine = True
+        except Exception:
+            logger.exception("could not load the chunks of request %s; it is prefilled instead", load.request_id)
+            fine = False
+        if self._ranks.all_have([fine])[0]:
+            with self.timer.stage("fresh"):
+                self._compute_rest(load, reused, new_tail)
+        else:
+            self._count("fallbacks", "load-error")
+            # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
+            end = load.prompt.question.start
+            self._forward.run([Row(load.prompt.token_ids[load.first : end], load.first, load.blocks)])
+
+    def _bring(self, load: ChunkLoad) -> tuple[list[Span], list[_Piece]]:
+        """Find or fill what the store can give and put it in place. What that is, and the end of the system prompt if
+        it is still to be stored."""
         prompt = load.prompt
         context = self.cache.context_of(prompt)
         chunks = [
@@ -110,22 +129,14 @@ class ChunkLoader:
                 self._blocks.place(
                     [(entries[piece.key], piece.span.start) for piece in usable], load.blocks, load.first
                 )
-        with self.timer.stage("fresh"):
-            self._compute_rest(
-                load, [piece.span for piece in usable], [piece for piece in tail if piece not in usable]
-            )
-
-    def prefill(self, load: ChunkLoad) -> None:
-        """Compute everything up to the question, as if there were no chunks."""
-        end = load.prompt.question.start
-        self._forward.run([Row(load.prompt.token_ids[load.first : end], load.first, load.blocks)])
+        return [piece.span for piece in usable], [piece for piece in tail if piece not in usable]
 
     def _system_tail(self, load: ChunkLoad) -> list[_Piece]:
         """The system tokens behind the last full block. vLLM's prefix cache has full blocks alone; with these few in
         the store, a known system prompt needs no forward at all. They are kept where they are: exact, not moved."""
         prompt, size = load.prompt, self._forward.block_sizes[0]
         span = Span(prompt.system.end // size * size, prompt.system.end)
-        if len(self._forward.block_sizes) > 1 or not span or load.first > span.start:
+        if not load.shared or not span or load.first > span.start:
             return []
         tokens, context = prompt.tokens_of(span), prompt.token_ids[: span.start]
         return [_Piece(span, tokens, context, self.cache.key(tokens, context, ANY_LENGTH))]
@@ -134,18 +145,19 @@ class ChunkLoader:
         """The entries that every rank has."""
         store, entries = self.cache.store, {}
         pieces = list({piece.key: piece for piece in (*chunks, *tail)}.values())
-        for piece in pieces:
-            counted = piece not in tail
-            result = store.lookup(piece.key, piece.tokens, piece.context, counted=counted)
-            if result.entry is not None:
+        results = [
+            store.lookup(piece.key, piece.tokens, piece.context, counted=piece not in tail) for piece in pieces
+        ]
+        agreed = self._ranks.all_have([result.entry is not None for result in results])
+        for piece, result, everywhere in zip(pieces, results, agreed, strict=True):
+            if everywhere:
+                assert result.entry is not None
                 entries[piece.key] = result.entry
-            if counted and self._ranks.rank == 0:
-                if result.tier is not None:
-                    self.stats.count("chunk_hits", result.tier)
-                elif result.reason is not None:
-                    self.stats.count("chunk_misses", result.reason.value)
-        agreed = self._ranks.all_have([piece.key in entries for piece in pieces])
-        return {piece.key: entries[piece.key] for piece, has in zip(pieces, agreed, strict=True) if has}
+            if piece not in tail and everywhere:
+                self._count("chunk_hits", str(result.tier))
+            elif piece not in tail:
+                self._count("chunk_misses", result.reason.value if result.reason else "other-rank")
+        return entries
 
     def _fill(self, missing: Sequence[_Piece], load: ChunkLoad) -> dict[ChunkKey, ChunkKV]:
         """Compute and store what is missing, in the request's own blocks: they are written anew afterwards."""
@@ -165,10 +177,9 @@ class ChunkLoader:
                 )
         if not fitting:
             return {}
-        entries = self.cache.fill([piece.tokens for piece in fitting], fitting[0].context, length)
-        if self._ranks.rank == 0:
-            self.stats.count("chunks_filled", "", len(entries))
-            self.stats.count("tokens", "filled", sum(len(entry.tokens) for entry in entries))
+        entries = self.cache.fill({piece.key: piece.tokens for piece in fitting}, fitting[0].context, length)
+        self._count("chunks_filled", "", len(entries))
+        self._count("tokens", "filled", sum(len(entry.tokens) for entry in entries))
         return {entry.key: entry for entry in entries}
 
     def _compute_rest(self, load: ChunkLoad, reused: Sequence[Span], tail: Sequence[_Piece]) -> None:
@@ -183,16 +194,20 @@ class ChunkLoader:
             fresh.update(range(at, span.start))
             at = max(at, span.end)
         rows = [Row(prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(sorted(fresh | blended))]
-        if self._ranks.rank == 0:
-            moved = sum(span.end - max(span.start, load.first) for span in in_chunks)
-            self.stats.count("tokens", "recomputed", len(blended))
-            self.stats.count("tokens", "fresh", len(fresh))
-            self.stats.count("tokens", "reused", moved - len(blended))
+        moved = sum(span.end - max(span.start, load.first) for span in in_chunks)
+        self._count("tokens", "recomputed", len(blended))
+        self._count("tokens", "fresh", len(fresh))
+        self._count("tokens", "reused", moved - len(blended))
         if not rows:
             return
         parts = [Part(0, piece.span.start, piece.span.end) for piece in tail]
         for piece, (k, v) in zip(tail, self._blocks.compute(rows, parts), strict=True):
             self.cache.store.put(ChunkKV.from_kv(piece.key, piece.tokens, piece.context, k, v))
+
+    def _count(self, name: CountName, label: str, amount: int = 1) -> None:
+        """All ranks do the same for a request; one of them counts."""
+        if self._ranks.rank == 0:
+            self.stats.count(name, label, amount)
 
     def fill(self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int) -> list[KV]:
         """Canonical KV of each chunk, in the blocks that are scratch space just now."""

@@ -20,6 +20,8 @@ class ChunkLoad:
     """Tokens that vLLM's own prefix cache already holds."""
     blocks: tuple[tuple[int, ...], ...]
     """The request's block ids, per KV cache group."""
+    shared: bool
+    """Whether other requests may find what is stored for this one; not if it came with a ``cache_salt``."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,13 @@ class ChunkFetch:
 class StepWork(KVConnectorMetadata):
     """From the scheduler to every worker."""
 
+    engine_id: str
     loads: list[ChunkLoad] = field(default_factory=list)
     fetches: list[ChunkFetch] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Requests that no longer need what was fetched for them."""
+    clear: bool = False
+    """Forget all chunks first."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Labelled(NamedTuple):
 COUNTS: dict[CountName, Labelled] = {
     "chunk_hits": Labelled("Chunks found, by the tier that held them.", "tier", ("device", "host", "disk")),
     "chunk_misses": Labelled(
-        "Chunks not found, by reason.", "reason", ("new", "evicted", "corrupt", "collision", "error")
+        "Chunks not found, by reason.", "reason", ("new", "evicted", "corrupt", "collision", "error", "other-rank")
     ),
     "chunks_filled": Labelled("Chunks whose canonical KV was computed and stored."),
     "requests": Labelled(

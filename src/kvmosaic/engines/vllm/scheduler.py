@@ -1,7 +1,9 @@
 """Scheduler side: which requests have chunks, what to wait for, how many tokens the worker brings."""
 
+import hashlib
 import logging
-from dataclasses import asdict, dataclass, field
+import time
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kvmosaic.blend import policy_for_ratio
@@ -15,8 +17,12 @@ from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import count_cached_tokens, salt_block_hashes
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
+from kvmosaic.engines.vllm.tables import BlockTables
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 30
+"""How long a request waits for chunks in slower tiers before it is served without them."""
 
 
 @dataclass
@@ -31,6 +37,8 @@ class _Plan:
     """Chunks that came from slower tiers."""
     waiting_for: set[int] | None = None
     """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
+    deadline: float | None = None
+    """When to stop waiting."""
     report: dict[str, Any] | None = None
 
 
@@ -42,19 +50,24 @@ class ChunkScheduler:
         config: ChunkCacheConfig,
         parser: ChunkTokenParser,
         sink: tuple[int, ...],
+        block_size: int,
         hash_block_size: int,
         ranks: int,
+        engine_id: str,
     ) -> None:
         self._config = config
         self._parser = parser
         self._sink = sink
+        self._block_size = block_size
         self._hash_block_size = hash_block_size
+        self._tables = BlockTables(block_size)
         self._ranks = ranks
         self._catalog = ChunkCatalog(ranks)
         self._plans: dict[str, _Plan] = {}
         self._fallbacks: dict[str, str] = {}
         """Why requests with chunks are served plainly, while they run."""
-        self._work = StepWork()
+        self._engine_id = engine_id
+        self._work = StepWork(engine_id)
         self.stats = ChunkStats()
 
     def add(self, request: Any) -> None:
@@ -67,7 +80,7 @@ class ChunkScheduler:
             self.stats.count("requests", "plain")
             return
         self._plans[request.request_id] = plan
-        salt = f"{plan.ratio}|{self._config.model_dump_json()}|{plan.prompt.chunks}".encode()
+        salt = f"{plan.ratio}|{plan.prompt.chunks}".encode()
         salt_block_hashes(request, plan.prompt.chunks[0].start // self._hash_block_size, salt)
 
     def matched_tokens(self, request: Any, num_local: int) -> int | None:
@@ -77,7 +90,16 @@ class ChunkScheduler:
         if plan is None:
             return 0
         external = max(0, plan.prompt.question.start - num_local)
-        if external and plan.waiting_for is None:
+        if external == 0:
+            return 0
+        if plan.deadline is None:
+            plan.deadline = time.monotonic() + PATIENCE_SECONDS
+        elif time.monotonic() > plan.deadline:
+            self._give_up(request)
+            return 0
+        if not self._catalog.complete:
+            return None
+        if plan.waiting_for is None:
             slow: dict[bytes, int] = {}
             for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
                 tier = self._catalog.tier(digest)
@@ -87,7 +109,7 @@ class ChunkScheduler:
             plan.waiting_for = set(range(self._ranks)) if slow else set()
             if slow:
                 self._work.fetches.append(ChunkFetch(request.request_id, tuple(slow.items())))
-        return None if external and plan.waiting_for else external
+        return None if plan.waiting_for else external
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """The request got its blocks: have it loaded in the coming step."""
@@ -96,16 +118,35 @@ class ChunkScheduler:
             return
         local = plan.prompt.question.start - num_external
         self._account(request, plan, local)
-        if num_external == 0:
-            return
-        ids = tuple(tuple(group) for group in blocks.get_block_ids())
-        self._work.loads.append(ChunkLoad(request.request_id, plan.prompt, plan.digests, plan.ratio, local, ids))
-        plan.waiting_for = None  # if it is preempted and comes back, it asks anew
+        if num_external:
+            assert local % self._block_size == 0
+            ids = tuple(tuple(group) for group in blocks.get_block_ids())
+            shared = request.cache_salt is None
+            load = ChunkLoad(request.request_id, plan.prompt, plan.digests, plan.ratio, local, ids, shared)
+            self._work.loads.append(load)
+        elif plan.waiting_for is not None:
+            self._work.released.append(request.request_id)
+        plan.waiting_for = plan.deadline = None  # if it is preempted and comes back, it asks anew
 
-    def take_work(self) -> StepWork:
-        """The workers' part of the step being built."""
-        work, self._work = self._work, StepWork()
+    def take_work(self, step: Any) -> StepWork:
+        """The workers' part of ``step``, the ``SchedulerOutput`` being built."""
+        self._tables.follow(step)
+        work, self._work = self._work, StepWork(self._engine_id)
+        if work.loads:
+            unwritten = self._tables.written_by(step)
+            work.loads = [self._start_before(unwritten, load) for load in work.loads]
         return work
+
+    def _start_before(self, unwritten: set[int], load: ChunkLoad) -> ChunkLoad:
+        """The load, made to compute also what vLLM's prefix cache has in name only until this step's forward."""
+        known = load.blocks[0][: load.first // self._block_size]
+        written = next((index for index, block in enumerate(known) if block in unwritten), len(known))
+        return replace(load, first=written * self._block_size)
+
+    def clear(self) -> None:
+        """Have the workers forget all chunks."""
+        self._catalog.clear()
+        self._work.clear = True
 
     def update(self, report: StepReport) -> None:
         """Take in what the workers report."""
@@ -126,6 +167,15 @@ class ChunkScheduler:
             return None
         return (plan and plan.report) or {"mode": "plain", "fallback_reason": fallback}
 
+    def _give_up(self, request: Any) -> None:
+        """Serve a request plainly whose chunks do not come."""
+        logger.warning("request %s waited %d s for its chunks; it is prefilled", request.request_id, PATIENCE_SECONDS)
+        del self._plans[request.request_id]
+        self._work.released.append(request.request_id)
+        self._fallbacks[request.request_id] = "slow-tier"
+        self.stats.count("fallbacks", "slow-tier")
+        self.stats.count("requests", "plain")
+
     def _plan(self, request: Any) -> _Plan | str | None:
         """A plan for a request with chunks, the reason why it gets none, or ``None`` when it has no chunks."""
         params = request.kv_transfer_params or {}
@@ -142,6 +192,8 @@ class ChunkScheduler:
             return None
         if request.lora_request is not None:
             return "lora"  # KV would depend on the adapter
+        if request.prompt_embeds is not None:
+            return "prompt-embeds"
         if request.mm_features:
             return "multimodal"  # image tokens say nothing about the image
         if request.pooling_params is not None or request.skip_reading_prefix_cache:
@@ -149,6 +201,10 @@ class ChunkScheduler:
         context = prompt.tokens_of(prompt.system) if self._config.chunk_context == "system" else self._sink
         algorithm = self._config.chunk_hash_algorithm
         digests = tuple(content_hash(prompt.tokens_of(span), context, algorithm) for span in prompt.chunks)
+        if request.cache_salt is not None:
+            # Who asks to be kept apart from others in vLLM's prefix cache is kept apart here.
+            salt = request.cache_salt.encode()
+            digests = tuple(hashlib.sha256(salt + digest).digest()[: len(digest)] for digest in digests)
         return _Plan(prompt, ratio, digests)
 
     def _account(self, request: Any, plan: _Plan, local: int) -> None:

@@ -6,6 +6,7 @@ vLLM hands a connector the paged KV cache but not the model; filling and blendin
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.platforms import current_platform
 
 from kvmosaic.core.config import load_config
@@ -29,6 +30,8 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         global _runner, _device_pool
+        # vLLM keeps its connector in a global. One of an engine that this process had before would be taken for ours.
+        ensure_kv_transfer_shutdown()
         super().load_model(*args, **kwargs)
         _runner, _device_pool = self.model_runner, None
         config = load_config(**self.vllm_config.kv_transfer_config.kv_connector_extra_config)

@@ -19,16 +19,17 @@ ALIGNMENT = 256
 class _Held(NamedTuple):
     start: int
     entry: ChunkKV
+    stream: torch.cuda.Stream | None
+    """The one it was written on; ``None`` on a CPU."""
     written: torch.cuda.Event | None
-    """When its data is there, if it was written beside the main stream."""
 
 
 class DeviceTier(Tier):
-    """Entries side by side in a pool, first fit. An entry read from here is a view of the pool: use it on the main
-    stream (that of the thread that made the tier) while its key is pinned, or before anything else is put.
+    """Entries side by side in a pool, first fit. An entry read from here is a view of the pool: use it on the stream
+    it was read on, while its key is pinned or before anything else is put.
 
-    Other threads may put entries on streams of their own: those wait for what the main stream was given so far, as
-    it may still read what was in that place, and the main stream waits for them."""
+    Streams are kept in order: one that writes waits for all that may still read what was in that place, and one that
+    reads waits for the one that wrote."""
 
     name = "device"
 
@@ -37,8 +38,7 @@ class DeviceTier(Tier):
         self.capacity: int | None = pool.numel()
         self._pool = pool
         self._entries: dict[ChunkKey, _Held] = {}
-        self._main_stream = torch.cuda.current_stream(pool.device) if pool.is_cuda else None
-        self._main_thread = threading.get_ident()
+        self._readers: dict[int, torch.cuda.Stream] = {}
         self._free: list[tuple[int, int]] = [(0, pool.numel())]
         """Gaps as ``(start, end)``, ascending, never adjacent."""
         self._lock = threading.Lock()
@@ -51,8 +51,11 @@ class DeviceTier(Tier):
         held = self._entries.get(key)
         if held is None:
             return None
-        if self._main_stream is not None and not self._wait_for_main_stream() and held.written is not None:
-            self._main_stream.wait_event(held.written)
+        stream = self._current_stream()
+        if stream is not None and held.written is not None:
+            self._readers[stream.cuda_stream] = stream
+            if stream != held.stream:
+                stream.wait_event(held.written)
         return held.entry
 
     def nbytes(self, entry: ChunkKV) -> int:
@@ -62,10 +65,13 @@ class DeviceTier(Tier):
         with self._lock:
             start = self._take(_aligned(entry.nbytes))
             place = self._pool[start : start + entry.nbytes].view(entry.format.dtype).view(entry.data.shape)
-            beside = self._wait_for_main_stream()
+            stream = self._current_stream()
+            for reader in list(self._readers.values()):
+                if stream is not None and stream != reader:
+                    stream.wait_stream(reader)
             place.copy_(entry.data, non_blocking=True)
-            written = torch.cuda.current_stream().record_event() if beside else None
-            self._entries[entry.key] = _Held(start, replace(entry, data=place), written)
+            written = None if stream is None else stream.record_event()
+            self._entries[entry.key] = _Held(start, replace(entry, data=place), stream, written)
         return _aligned(entry.nbytes)
 
     def delete(self, key: ChunkKey) -> None:
@@ -85,12 +91,8 @@ class DeviceTier(Tier):
         for key, held in list(self._entries.items()):
             yield EntryInfo(key, _aligned(held.entry.nbytes), self.name, pinned=False)
 
-    def _wait_for_main_stream(self) -> bool:
-        """Whether the calling thread has another stream, which then goes on behind the main one."""
-        if self._main_stream is None or threading.get_ident() == self._main_thread:
-            return False
-        torch.cuda.current_stream().wait_stream(self._main_stream)
-        return True
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._pool.device) if self._pool.is_cuda else None
 
     def _take(self, nbytes: int) -> int:
         for index, (start, end) in enumerate(self._free):

@@ -20,6 +20,11 @@ def in_host_memory(entry: ChunkKV) -> ChunkKV:
     return replace(entry, data=copy.copy_(data))
 
 
+def in_pinned_memory(entry: ChunkKV) -> ChunkKV:
+    """The entry in memory that a GPU can read directly."""
+    return entry if entry.data.is_pinned() else replace(entry, data=entry.data.pin_memory())
+
+
 class HostTier(Tier):
     """A dictionary of entries. Single operations on it are atomic, so it needs no lock."""
 
