@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmosaic.cli import doctor
+from kvmosaic.cli.doctor import machine, model, settings
+from kvmosaic.cli.doctor.row import GIB
 from kvmosaic.cli.main import app
 
 pytestmark = pytest.mark.timeout(180)
@@ -38,8 +40,9 @@ def undisturbed(monkeypatch):
 @pytest.fixture
 def no_vllm(monkeypatch):
     """The rows of this file are those of a machine without vLLM, also where it is installed."""
-    real = doctor.find_spec
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "vllm" else real(name))
+    real = machine.find_spec
+    for module in (machine, model):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == "vllm" else real(name))
 
 
 def folder(path, **changes):
@@ -90,8 +93,8 @@ def test_without_vllm_there_is_a_warning(no_vllm):
 
 
 def test_a_vllm_that_is_broken_and_too_old(monkeypatch):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
-    monkeypatch.setattr(doctor, "_vllm_version", lambda: "0.11.2")
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "_vllm_version", lambda: "0.11.2")
     monkeypatch.setitem(sys.modules, "kvmosaic.engines.vllm.connector", None)
     monkeypatch.setitem(sys.modules, "kvmosaic.engines.vllm.worker", None)
     rows = rows_of(status=1)
@@ -121,7 +124,7 @@ def test_changed_settings_are_shown(monkeypatch):
 
 def test_more_host_memory_than_there_is(monkeypatch):
     monkeypatch.setenv("KVMOSAIC_HOST_MEMORY", "3GiB")
-    monkeypatch.setattr(doctor, "_available_memory", lambda: 4 * doctor.GIB)
+    monkeypatch.setattr(settings, "_available_memory", lambda: 4 * GIB)
     assert rows_of()["host memory"][0] == "ok"
     verdict, found, advice = rows_of("--tensor-parallel-size", 2)["host memory"]
     assert (verdict, found) == ("warn", "6.0 of 4.0 GiB available")
@@ -129,7 +132,7 @@ def test_more_host_memory_than_there_is(monkeypatch):
 
 
 def test_available_memory_is_that_of_this_machine():
-    available = doctor._available_memory()
+    available = settings._available_memory()
     assert available is None or 2**26 < available < 2**46
 
 
@@ -151,7 +154,7 @@ def test_disk_path_that_cannot_be_written(monkeypatch, tmp_path):
 def test_disk_space_counts_what_is_already_there(monkeypatch, tmp_path):
     monkeypatch.setenv("KVMOSAIC_DISK_PATH", str(tmp_path))
     monkeypatch.setenv("KVMOSAIC_DISK_SPACE", "3MiB")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2 * 2**20}))
+    monkeypatch.setattr(settings.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2 * 2**20}))
     verdict, _, advice = rows_of()["disk tier"]
     assert verdict == "warn"
     assert "2MiB" in advice
@@ -166,9 +169,7 @@ def test_a_gpu(monkeypatch, tmp_path, no_vllm):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 100 * doctor.GIB})
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 100 * GIB}))
     monkeypatch.setitem(sys.modules, "triton", None)
     rows = rows_of(folder(tmp_path), status=1)
     assert rows["accelerator"] == ("ok", "2 x H200, 100.0 GiB; 15% device pool: 15.0 GiB", "")
@@ -319,5 +320,5 @@ def test_whatever_goes_wrong_is_a_row(monkeypatch):
     def broken(*_):
         raise RuntimeError("first line\nlast line\n")
 
-    monkeypatch.setattr(doctor, "_accelerator", lambda _: (broken() for _ in [0]))
+    monkeypatch.setattr(doctor, "accelerator", lambda _: (broken() for _ in [0]))
     assert rows_of(status=1)["accelerator"] == ("fail", "RuntimeError", "last line")

@@ -3,8 +3,6 @@
 import logging
 from typing import Any
 
-import vllm
-
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.support import unsupported, version_problem
@@ -30,6 +28,8 @@ def engine_arguments(config: ChunkCacheConfig) -> dict[str, Any]:
 
 def refuse_unsupported(engine_args: Any) -> None:
     """Say in one line why the chunk cache cannot work with vLLM's ``EngineArgs``, before any process is started."""
+    import vllm  # here, as the rest of this module is also wanted where vLLM is missing or broken
+
     problem = version_problem(vllm.__version__)
     if problem is not None:
         logger.warning(problem)

@@ -1,0 +1,66 @@
+"""``kvmosaic doctor``: whether this machine, these settings and a model work together, before anything is started."""
+
+import logging
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, runtime, vllm
+from kvmosaic.cli.doctor.model import model_rows
+from kvmosaic.cli.doctor.row import Row, guard
+from kvmosaic.cli.doctor.settings import disk_tier, host_memory, load_settings
+from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="Catalog name, folder or hub name; never downloaded.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the model in vLLM.")] = 1,
+    json: JsonOption = False,
+) -> None:
+    """Check this machine, the settings and a model. Exit status 1 if something will not work."""
+    with _quiet_and_offline(), console.status("checking"):
+        rows = list(_checks(model, tensor_parallel_size))
+    count = Counter(row.verdict for row in rows)
+    title = f"{len(rows)} checks: {count['ok']} ok, {count['warn']} warn, {count['fail']} fail"
+    shown = ((row.check, row.verdict, escape(row.found)) for row in rows)
+    print_table(title, ("check", "verdict", "found"), shown, json=json)
+    for row in rows:
+        if row.advice:  # below the table, whose cells do not wrap
+            print_line(f"{row.verdict}: {row.check}: {row.advice}", json)
+    if json:
+        print_json({"ok": not count["fail"], "checks": [row._asdict() for row in rows]})
+    if count["fail"]:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _quiet_and_offline() -> Iterator[None]:
+    """Libraries talk while they are imported, also on stdout, and would ask a model hub for what is not here."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    logging.disable()
+    try:
+        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _checks(model: str | None, processes: int) -> Iterator[Row]:
+    settings, row = load_settings()
+    yield from guard("Python, torch", runtime())
+    yield from guard("accelerator", accelerator(settings))
+    yield from guard("embedded engine", embedded_engine())
+    yield from guard("vLLM", vllm())
+    yield row
+    yield from guard("host memory", host_memory(settings, processes))
+    yield from guard("disk tier", disk_tier(settings, processes))
+    if model is not None:
+        yield from guard("model", model_rows(model, settings, processes))

@@ -1,0 +1,92 @@
+"""What this machine has: torch, an accelerator, the two engines."""
+
+import platform
+from collections.abc import Iterator
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Literal
+
+from kvmosaic.cli.doctor.row import GIB, Row, reason
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.vllm.support import version_problem
+
+
+def runtime() -> Iterator[Row]:
+    import torch
+
+    verdict: Literal["ok", "fail"] = "ok" if _release(torch.__version__) >= (2, 6) else "fail"
+    advice = "" if verdict == "ok" else "pip install 'torch>=2.6'"
+    yield Row("Python, torch", verdict, f"{platform.python_version()}, {torch.__version__}", advice)
+
+
+def accelerator(settings: ChunkCacheConfig) -> Iterator[Row]:
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if gpu:
+        name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
+        total = torch.cuda.get_device_properties(0).total_memory
+        share = settings.chunk_cache_gpu_memory_fraction
+        pool = f"{share:.0%} device pool: {device_pool(settings) / GIB:.1f} GiB"
+        yield Row("accelerator", "ok", f"{count} x {name}, {total / GIB:.1f} GiB; {pool}")
+    else:
+        yield Row("accelerator", "ok", "none, CPU only; no device pool")
+    try:
+        yield Row("Triton", "ok", import_module("triton").__version__)
+    except ImportError as error:
+        missing = f"the GPU's kernels need it ({reason(error)}); pip install triton"
+        found = "cannot be imported" if gpu else "absent; only needed with a GPU"
+        yield Row("Triton", "fail" if gpu else "ok", found, missing if gpu else "")
+
+
+def device_pool(settings: ChunkCacheConfig) -> int:
+    """Bytes that the device tier would take of a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(0).total_memory * settings.chunk_cache_gpu_memory_fraction)
+
+
+def embedded_engine() -> Iterator[Row]:
+    try:
+        import_module("kvmosaic.hf")
+    except ImportError as error:
+        advice = f"it cannot be imported ({reason(error)}); pip install 'kvmosaic[hf]'"
+        # With vLLM the other engine is still there; without either there is none.
+        yield Row("embedded engine", "warn" if find_spec("vllm") else "fail", "not available", advice)
+        return
+    version = metadata.version("transformers")
+    tried = (5, 17) <= _release(version) < (6, 0)
+    advice = "" if tried else "this release was never tried; pip install 'transformers>=5.17,<6'"
+    yield Row("embedded engine", "ok" if tried else "warn", f"transformers {version}", advice)
+
+
+def vllm() -> Iterator[Row]:
+    if find_spec("vllm") is None:
+        advice = "only the embedded engine works; for serving, pip install 'kvmosaic[vllm]'"
+        yield Row("vLLM", "warn", "not installed", advice)
+        return
+    version = _vllm_version()
+    problem = version_problem(version)
+    yield Row("vLLM", "fail" if problem else "ok", version, problem or "")
+    from kvmosaic.engines.vllm.arguments import CONNECTOR_MODULE, WORKER
+
+    for check, qualified in (("vLLM connector", f"{CONNECTOR_MODULE}.ChunkConnector"), ("vLLM worker", WORKER)):
+        module, _, name = qualified.rpartition(".")
+        try:
+            base = getattr(import_module(module), name).__mro__[1]
+            yield Row(check, "ok", f"{name}, a {base.__name__}")
+        except Exception as error:  # vLLM's modules fail in many ways where its build and the machine do not match
+            yield Row(check, "fail", "cannot be imported", f"{reason(error)}; reinstall vLLM for this machine")
+
+
+def _vllm_version() -> str:
+    """The version of vLLM, whose distributions have different names on different machines."""
+    names = metadata.packages_distributions().get("vllm")
+    return metadata.version(names[0]) if names else import_module("vllm").__version__
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """``(2, 13)`` of ``2.13.0+cpu``."""
+    return tuple(int(part) for part in version.split(".")[:2])

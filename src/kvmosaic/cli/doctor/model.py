@@ -1,0 +1,206 @@
+"""A model: what its configuration says, and what vLLM makes of it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvmosaic.cli.doctor.machine import device_pool
+from kvmosaic.cli.doctor.row import Row, guard, reason
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.vllm.support import unsupported
+
+if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
+    import torch
+
+MOVABLE_ROPE = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope", "mrope", "proportional"})
+"""Rotary tables whose keys can be turned from one position to another."""
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+STATE_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"})
+"""Kinds of layers, in transformers' words, that carry a state from token to token."""
+
+
+def model_rows(name: str, settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
+    source = _find(name)
+    if isinstance(source, Row):
+        yield source
+        return
+    vllm_config, vllm_rows = _in_vllm(source, settings, processes)
+    yield from guard("model", _describe(source, vllm_config, settings, processes))
+    yield from vllm_rows
+
+
+def _find(name: str) -> str | Row:
+    """What to give a model loader, as :func:`kvmosaic.models.resolve` would, if it is on this machine."""
+    from kvmosaic.models import CATALOG, installed
+
+    if name in CATALOG:
+        folder = installed().get(name)
+        pull = f"kvmosaic models pull {name}, then run this again"
+        return str(folder) if folder else Row("model", "warn", "not on this machine, not checked", pull)
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return name
+    except HFValidationError:
+        return Row("model", "fail", "no such folder", f"{name} is neither a folder nor a hub name; correct it")
+    fetch = f"{name} is neither a folder nor in the hub's cache; hf download {name}, then run this again"
+    return Row("model", "warn", "not on this machine, not checked", fetch)
+
+
+def _in_vllm(source: str, settings: ChunkCacheConfig, processes: int) -> tuple[Any, list[Row]]:
+    """The configuration that vLLM makes of ``kvmosaic serve``'s arguments, and our verdict; no engine starts."""
+    if find_spec("vllm") is None:
+        return None, []  # said once, of vLLM itself
+    from kvmosaic.engines.vllm.arguments import engine_arguments
+
+    arguments = engine_arguments(settings.model_copy(update={"enable_chunk_cache": True}))
+    try:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+
+        arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
+        config = EngineArgs(model=source, tensor_parallel_size=processes, **arguments).create_engine_config()
+    except Exception as error:
+        return None, [Row("model in vLLM", "fail", "vLLM refuses it", reason(error))]
+    problems = [Row("model in vLLM", "fail", "not supported", problem) for problem in unsupported(config)]
+    return config, problems or [Row("model in vLLM", "ok", f"runs in {_name(config.model_config.dtype)}")]
+
+
+def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
+    """What the model's own configuration says."""
+    from transformers import AutoConfig
+
+    try:
+        # Not to trust is said explicitly: left open, a model that brings its own code makes transformers ask for it.
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # Of transformers' errors the first line says what is wrong; the last may be general advice.
+        yield Row("model", "fail", "transformers cannot read its configuration", str(error).split("\n")[0])
+        return
+    text = config.get_text_config(decoder=True)
+    architecture = (config.architectures or [config.model_type])[0]
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        advice = "there is no KV to reuse; use a model with attention in every layer"
+        yield Row("model", "fail", f"{architecture}, no attention", advice)
+        return
+    latent = getattr(text, "kv_lora_rank", None)
+    kv_heads = _kv_heads(text)
+    k_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    v_dim = getattr(text, "v_head_dim", None) or k_dim
+    if latent:
+        kv_heads, k_dim, v_dim = 1, latent, text.qk_rope_head_dim
+    shape = f"one latent of {k_dim} + {v_dim} (MLA)" if latent else f"{kv_heads} KV heads of {k_dim}"
+    yield Row("model", "ok", f"{architecture}, {text.num_hidden_layers} layers, {shape}")
+    if latent:
+        advice = "the vLLM engine does not support MLA yet; use the embedded engine (kvmosaic.hf)"
+        yield Row("latent attention", "warn", "embedded engine only", advice)
+    elif processes > 1:
+        yield _tensor_parallel(kv_heads, processes)
+    yield _positions(config, text)
+    yield from _layer_kinds(text)
+
+    from kvmosaic.core.entry import KVFormat
+
+    own_heads = -(-kv_heads // processes)
+    # Some models share KV between layers, or have heads of two sizes; their configurations say it in many ways.
+    odd = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads")
+    about = "about " if any(getattr(text, name, None) for name in odd) else ""
+    places = [("device pool", device_pool(settings)), ("host", int(settings.host_memory))]
+    for dtype in _dtypes(config, text, vllm_config):
+        size = KVFormat(text.num_hidden_layers, own_heads, k_dim, v_dim, dtype).bytes_per_token
+        room = ", ".join(f"{place} {budget // size:,}" for place, budget in places if budget)
+        share = " on each rank" if own_heads < kv_heads else ""
+        yield Row(f"KV in {_name(dtype)}", "ok", f"{about}{size / 1024:.1f} KiB a token{share}; tokens: {room}")
+
+
+def _kv_heads(text: Any) -> int:
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1  # Falcon's way to say it, whatever its num_kv_heads
+    return (
+        getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or text.num_attention_heads
+    )
+
+
+def _dtypes(config: Any, text: Any, vllm_config: Any) -> list["torch.dtype"]:
+    """The checkpoint's dtype, which the embedded engine keeps, and vLLM's, which may choose another."""
+    import torch
+
+    own = config.dtype or text.dtype or torch.float32
+    chosen = [getattr(torch, _name(own))]
+    if vllm_config is not None:
+        chosen.append(vllm_config.model_config.dtype)
+    return list(dict.fromkeys(chosen))
+
+
+def _name(dtype: object) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor_parallel(kv_heads: int, size: int) -> Row:
+    if kv_heads % size == 0:
+        return Row("tensor parallel", "ok", f"{size} ranks with {kv_heads // size} KV heads each")
+    if size % kv_heads == 0:
+        return Row("tensor parallel", "ok", f"{size} ranks, each KV head on {size // kv_heads} of them")
+    fitting = ", ".join(str(count) for count in range(2, kv_heads + 1) if kv_heads % count == 0)
+    advice = f"{kv_heads} KV heads do not split over {size} ranks; use {fitting}, or a multiple of {kv_heads}"
+    return Row("tensor parallel", "fail", f"{kv_heads} KV heads, {size} ranks", advice)
+
+
+def _positions(config: Any, text: Any) -> Row:
+    if any(getattr(part, "dual_chunk_attention_config", None) for part in (config, text)):
+        kinds = {"dual-chunk"}
+    else:
+        kinds = _rope_kinds(text)
+    if not kinds:
+        advice = "chunks cannot move without rotary positions (learned, absolute or ALiBi ones); use another model"
+        return Row("positions", "fail", "no rotary positions", advice)
+    found = f"rotary: {', '.join(sorted(kinds))}"
+    if kinds <= MOVABLE_ROPE:
+        return Row("positions", "ok", f"{found}; can move")
+    if kinds & {"fope", "dual-chunk"}:
+        return Row(
+            "positions", "fail", found, "keys of this kind cannot be moved to another place; use another model"
+        )
+    advice = "never tried; the engine measures at start whether keys can move, and says so if they cannot"
+    return Row("positions", "warn", found, advice)
+
+
+def _rope_kinds(text: Any) -> set[str]:
+    """The kinds of rotary tables, of which a model may have one per kind of layer; empty when it has none."""
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters:
+        # The oldest rotary models name only the number of columns that turn.
+        return {"default"} if getattr(text, "rotary_dim", None) else set()
+    tables = [table for table in parameters.values() if isinstance(table, dict)] or [parameters]
+    return {
+        "fope"
+        if table.get("use_fope")
+        else "mrope"
+        if "mrope_section" in table
+        else table.get("rope_type", "default")
+        for table in tables
+    }
+
+
+def _layer_kinds(text: Any) -> Iterator[Row]:
+    kinds = Counter(getattr(text, "layer_types", None) or ())
+    window = getattr(text, "sliding_window", None)
+    if not kinds and window and getattr(text, "use_sliding_window", True):
+        kinds["sliding_attention"] = text.num_hidden_layers
+    if states := kinds.keys() & STATE_LAYERS:
+        advice = "a recurrent state cannot be cut into chunks; use a model with attention in every layer"
+        yield Row("layers", "fail", ", ".join(sorted(states)), advice)
+    if sliding := kinds["sliding_attention"]:
+        found = f"{sliding} of {text.num_hidden_layers} layers; works, all are stored in full for now"
+        yield Row("sliding window", "ok", found)
+    if others := kinds.keys() - ATTENTION_LAYERS - STATE_LAYERS:
+        advice = "never tried; compare answers with those at recompute_ratio=1.0 before relying on it"
+        yield Row("layers", "warn", ", ".join(sorted(others)), advice)

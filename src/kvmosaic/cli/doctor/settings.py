@@ -1,0 +1,73 @@
+"""The settings, and whether this machine has what they ask for."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from kvmosaic.cli.doctor.row import GIB, Row, reason
+from kvmosaic.core.config import ChunkCacheConfig, load_config
+
+
+def load_settings() -> tuple[ChunkCacheConfig, Row]:
+    try:
+        settings = load_config()
+    except Exception as error:  # also a YAML file that cannot be read
+        return ChunkCacheConfig.model_construct(), Row(
+            "settings", "fail", "invalid; assuming defaults", reason(error)
+        )
+    changed = [f"{name}={value}" for name, value in settings.model_dump(mode="json", exclude_defaults=True).items()]
+    return settings, Row("settings", "ok", ", ".join(changed) or "all at their defaults")
+
+
+def host_memory(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
+    wanted, available = settings.host_memory * processes, _available_memory()
+    if available is None:
+        yield Row("host memory", "ok", f"{wanted / GIB:.1f} GiB; how much is free is not known on this system")
+        return
+    found = f"{wanted / GIB:.1f} of {available / GIB:.1f} GiB available"
+    if wanted <= available:
+        yield Row("host memory", "ok", found)
+    else:
+        most = int(available / processes / 2 / 2**20)
+        yield Row("host memory", "warn", found, f"there is not that much; set host_memory to {most}MiB or less")
+
+
+def _available_memory() -> int | None:
+    """Bytes a process can still get, at most a container's limit; ``None`` where Linux's files are missing."""
+    known = []
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max" is no number, and no limit
+            known.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+    return min(known, default=None)
+
+
+def disk_tier(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
+    if settings.disk_path is None:
+        yield Row("disk tier", "ok", "none; disk_path is not set")
+        return
+    path = settings.disk_path.expanduser().absolute()
+    # Nothing is created: a directory that is not there yet is judged by the one it would be made in.
+    existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        yield Row("disk tier", "fail", str(path), f"cannot write there ({error.strerror}); choose another disk_path")
+        return
+    held = 0
+    for file in path.rglob("*.safetensors"):
+        with suppress(FileNotFoundError):  # another process may be evicting
+            held += file.stat().st_size
+    free = shutil.disk_usage(existing).free
+    found = f"{held / GIB:.1f} of {settings.disk_space * processes / GIB:.1f} GiB used, {free / GIB:.1f} GiB free"
+    if held + free >= settings.disk_space * processes:
+        yield Row("disk tier", "ok", found)
+    else:
+        most = int((held + free) / processes / 2**20)
+        yield Row("disk tier", "warn", found, f"the disk would be full first; set disk_space to {most}MiB or less")
