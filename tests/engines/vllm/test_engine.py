@@ -141,6 +141,7 @@ def test_a_system_prompt_that_another_request_computes_in_the_same_step(llm):
         for p in ({"chunk_cache": False}, {"recompute_ratio": 1.0})
     )
     other = system + " What is the capital of France? It is"
+    plain(llm, ["With the first step of all, workers tell the scheduler what they have. It is"])
     [_, together] = llm.generate([other, text], [plain_params, ours], use_tqdm=False)
     [alone] = plain(llm, [text])
     same(together, alone)
