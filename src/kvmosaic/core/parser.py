@@ -1,6 +1,7 @@
 """Cuts a prompt into system, chunks and question."""
 
 import logging
+import reprlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -109,7 +110,7 @@ class ChunkTokenParser:
         edges = [0, *(span.end for span in spans)]
         if [span.start for span in spans] != edges[:-1] or edges[-1] != len(tokens) or edges != sorted(edges):
             raise PromptError(
-                f"boundaries {list(boundaries)!r} do not cover the {len(tokens)} tokens in order; "
+                f"boundaries {reprlib.repr(boundaries)} do not cover the {len(tokens)} tokens in order; "
                 "give (start, end) of system, every chunk, question"
             )
         if len(spans) < 2 or len(spans[-1]) == 0:

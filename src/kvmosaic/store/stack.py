@@ -33,8 +33,8 @@ class TierStack:
         Order: this lock, then the writer's."""
         self.writer = BackgroundWriter(self._write_through)
         self._failing: set[tuple[str, str]] = set()
-        self._unreadable: set[tuple[int, ChunkKey]] = set()
-        """Copies whose last read failed: they count as absent until they are written anew."""
+        self._unreadable: dict[tuple[int, ChunkKey], MissReason] = {}
+        """Copies whose last read failed, and how: they count as absent until they are written anew."""
         for level, tier in enumerate(self.tiers):
             for info in self._scan(tier):
                 # Opening a store evicts nothing, even if there is more than this process would keep.
@@ -61,15 +61,15 @@ class TierStack:
         """The entry of ``key`` at ``level``, or what went wrong if anything did."""
         tier = self.tiers[level]
         if (level, key) in self._unreadable:
-            return None, None
+            return None, self._unreadable[level, key]
         try:
             entry = tier.get(key)
         except CorruptEntryError:
-            self._unreadable.add((level, key))
+            self._unreadable[level, key] = MissReason.CORRUPT
             self._forget(level, key)
             return None, MissReason.CORRUPT
         except OSError as error:
-            self._unreadable.add((level, key))
+            self._unreadable[level, key] = MissReason.ERROR
             self._complain(tier, "read", error)
             return None, MissReason.ERROR
         self._failing.discard((tier.name, "read"))
@@ -140,7 +140,7 @@ class TierStack:
             self._complain(tier, "write", error)
             return None
         self._failing.discard((tier.name, "write"))
-        self._unreadable.discard((level, entry.key))
+        self._unreadable.pop((level, entry.key), None)
         return size
 
     def _scan(self, tier: Tier) -> list[EntryInfo]:

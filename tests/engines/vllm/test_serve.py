@@ -1,5 +1,6 @@
 """``kvmosaic serve`` as users meet it: a server process, and the OpenAI client."""
 
+import json
 import os
 import re
 import socket
@@ -59,6 +60,27 @@ def complete(client, text, **params):
     )
 
 
+def str_of_keys(params):
+    return str(params)[:30]
+
+
+def complete_raw(client, text, **params):
+    """As :func:`complete`, but by hand: the client's JSON knows no infinity, Python's reading of ``1e999``."""
+    body = json.dumps(
+        {
+            "model": client.models.list().data[0].id,
+            "prompt": text,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+            "kv_transfer_params": params,
+        }
+    ).replace("Infinity", "1e999")
+    url = f"{client.base_url}completions"
+    request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+    return json.loads(urllib.request.urlopen(request, timeout=120).read())
+
+
 def metrics(client):
     """Our series on vLLM's own endpoint."""
     url = str(client.base_url).replace("/v1/", "/metrics")
@@ -94,12 +116,24 @@ def test_second_request_reports_its_documents_as_cached(client, tokenizer):
     assert any(name.startswith("kvmosaic:tier_bytes") and after[name] > 0 for name in after)
 
 
-def test_bad_parameters_are_counted_and_answered_plainly(client):
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"recompute_ratio": "lots"},
+        {"recompute_ratio": 1.5},
+        {"boundaries": [[0, 1e999], [1, 2]]},
+        {"boundaries": [[0, 5.9], ["5", 9]]},
+        {"boundaries": [[0, 3]] * 10_000},
+        {"chunk_cache": "false"},
+    ],
+    ids=str_of_keys,
+)
+def test_bad_parameters_are_counted_and_answered_plainly(client, params):
     text = prompt("Be brief.", DOCUMENTS[:2])
     before = metrics(client)
-    ours = complete(client, text, recompute_ratio="lots", report=True)
-    assert ours.model_extra["kv_transfer_params"] == {"mode": "plain", "fallback_reason": "bad-parameters"}
-    assert ours.choices[0].text == complete(client, text, chunk_cache=False).choices[0].text
+    ours = complete_raw(client, text, **params, report=True)
+    assert ours["kv_transfer_params"] == {"mode": "plain", "fallback_reason": "bad-parameters"}
+    assert ours["choices"][0]["text"] == complete(client, text, chunk_cache=False).choices[0].text
     name = 'kvmosaic:fallbacks_total{reason="bad-parameters"}'
     assert metrics(client)[name] - before.get(name, 0) == 1
 

@@ -17,6 +17,7 @@ from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import count_cached_tokens, salt_block_hashes
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
+from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.tables import BlockTables
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class ChunkScheduler:
         if plan is not None and plan.waiting_for is not None:
             self._work.released.append(request.request_id)
         fallback = self._fallbacks.pop(request.request_id, None)
-        if not (request.kv_transfer_params or {}).get("report"):
+        if (request.kv_transfer_params or {}).get("report") is not True:
             return None
         return (plan and plan.report) or {"mode": "plain", "fallback_reason": fallback}
 
@@ -178,14 +179,16 @@ class ChunkScheduler:
 
     def _plan(self, request: Any) -> _Plan | str | None:
         """A plan for a request with chunks, the reason why it gets none, or ``None`` when it has no chunks."""
-        params = request.kv_transfer_params or {}
-        if params.get("chunk_cache") is False or not request.prompt_token_ids:
+        if not request.prompt_token_ids:
             return None
         try:
-            prompt = self._parser.parse(request.prompt_token_ids, params.get("boundaries"))
-            ratio = float(params.get("recompute_ratio", self._config.recompute_ratio))
+            params = RequestParameters.of(request)
+            if not params.chunk_cache:
+                return None
+            prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
+            ratio = self._config.recompute_ratio if params.recompute_ratio is None else float(params.recompute_ratio)
             policy_for_ratio(ratio)
-        except (KvmosaicError, TypeError, ValueError) as error:
+        except KvmosaicError as error:
             logger.warning("request %s is served without the chunk cache: %s", request.request_id, error)
             return "bad-parameters"
         if not prompt.chunks:
