@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.engines.rotary import turns_for
+from kvmosaic.engines.vllm import scheduler
 from kvmosaic.hf import LLM as HFEngine
 from kvmosaic.kernels.remap import remap
 from kvmosaic.vllm import LLM
@@ -66,6 +67,18 @@ def forget_fast_copies(worker_side):
             store._stack.policies[tier.name].remove(info.key)
 
 
+@pytest.fixture
+def may_read(llm, worker_side, monkeypatch):
+    """Documents are on disk alone, and reading them waits for this event."""
+    forget_fast_copies(worker_side)
+    plain(llm, ["Hello, this is"])
+    disk_tier = worker_side.loader.cache.store._stack.tiers[-1]
+    read, event = disk_tier.get, threading.Event()
+    monkeypatch.setattr(disk_tier, "get", lambda key: (event.wait(60), read(key))[1])
+    yield event
+    event.set()
+
+
 def report(output):
     return output.kv_transfer_params
 
@@ -88,13 +101,8 @@ def report_fastest():
     return get_kv_transfer_group().loader.cache.store.fastest_tier
 
 
-def test_a_slow_disk_stalls_nobody_else(llm, worker_side, monkeypatch):
+def test_a_slow_disk_stalls_nobody_else(llm, may_read):
     """While one request waits for its documents, another one is served from its first to its last token."""
-    forget_fast_copies(worker_side)
-    plain(llm, ["Hello, this is"])
-    disk_tier = worker_side.loader.cache.store._stack.tiers[-1]
-    read, may_read = disk_tier.get, threading.Event()
-    monkeypatch.setattr(disk_tier, "get", lambda key: (may_read.wait(60), read(key))[1])
     engine = llm.llm_engine
     sampling = answer_sampling()
     engine.add_request("waits", prompt("You are patient.", DOCUMENTS), sampling)
@@ -115,12 +123,7 @@ def answer_sampling():
     return SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 
 
-def test_a_request_aborted_while_it_waits_leaves_nothing_pinned(llm, worker_side, monkeypatch):
-    forget_fast_copies(worker_side)
-    plain(llm, ["Hello, this is"])
-    disk_tier = worker_side.loader.cache.store._stack.tiers[-1]
-    read, may_read = disk_tier.get, threading.Event()
-    monkeypatch.setattr(disk_tier, "get", lambda key: (may_read.wait(60), read(key))[1])
+def test_a_request_aborted_while_it_waits_leaves_nothing_pinned(llm, worker_side, may_read):
     engine = llm.llm_engine
     engine.add_request("leaves", prompt("You are impatient.", DOCUMENTS), answer_sampling())
     for _ in range(3):
@@ -132,6 +135,16 @@ def test_a_request_aborted_while_it_waits_leaves_nothing_pinned(llm, worker_side
     assert worker_side.loader.cache.get_stats()["pinned"] == 0
     text = prompt("You are helpful.", DOCUMENTS)
     same(answer(llm, [text], recompute_ratio=1.0)[0], plain(llm, [text])[0])
+
+
+def test_a_request_does_not_wait_for_ever(llm, may_read, monkeypatch):
+    """The disk does not answer: the request is prefilled, exactly, and says why."""
+    monkeypatch.setattr(scheduler, "PATIENCE_SECONDS", 0.5)
+    text = prompt("You are in a hurry.", DOCUMENTS)
+    [output] = answer(llm, [text], report=True)
+    assert report(output) == {"mode": "plain", "fallback_reason": "slow-tier"}
+    may_read.set()
+    same(output, plain(llm, [text])[0])
 
 
 def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, worker_side, smollm2, tokenizer, monkeypatch):

@@ -40,7 +40,7 @@ class _Plan:
     """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
     deadline: float | None = None
     """When to stop waiting."""
-    report: dict[str, Any] | None = None
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 class ChunkScheduler:
@@ -93,14 +93,7 @@ class ChunkScheduler:
         external = max(0, plan.prompt.question.start - num_local)
         if external == 0:
             return 0
-        if plan.deadline is None:
-            plan.deadline = time.monotonic() + PATIENCE_SECONDS
-        elif time.monotonic() > plan.deadline:
-            self._give_up(request)
-            return 0
-        if not self._catalog.complete:
-            return None
-        if plan.waiting_for is None:
+        if plan.waiting_for is None and self._catalog.complete:
             slow: dict[bytes, int] = {}
             for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
                 tier = self._catalog.tier(digest)
@@ -110,7 +103,14 @@ class ChunkScheduler:
             plan.waiting_for = set(range(self._ranks)) if slow else set()
             if slow:
                 self._work.fetches.append(ChunkFetch(request.request_id, tuple(slow.items())))
-        return None if plan.waiting_for else external
+        if plan.waiting_for is not None and not plan.waiting_for:
+            return external  # it may still have to wait for blocks, which is nobody's fault
+        if plan.deadline is None:
+            plan.deadline = time.monotonic() + PATIENCE_SECONDS
+        if time.monotonic() < plan.deadline:
+            return None
+        self._give_up(request)
+        return 0
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """The request got its blocks: have it loaded in the coming step."""
@@ -119,7 +119,8 @@ class ChunkScheduler:
             return
         local = plan.prompt.question.start - num_external
         self._account(request, plan, local)
-        if num_external:
+        if num_external:  # else vLLM's own count is right
+            count_cached_tokens(request, local, plan.report["reused_tokens"])
             assert local % self._block_size == 0
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
             shared = request.cache_salt is None
@@ -211,17 +212,16 @@ class ChunkScheduler:
         return _Plan(prompt, ratio, digests)
 
     def _account(self, request: Any, plan: _Plan, local: int) -> None:
-        """Tell vLLM and the metrics what is about to be reused, and note it for the request's report."""
+        """Note what is about to be reused, for the request's report and the metrics."""
         chunks, reused = [], 0.0
         for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
             if span.end <= local:
                 chunks.append(ChunkReport(span, "cached", "prefix-cache", None))
                 continue
             tier = plan.fetched_from.get(digest) or self._catalog.tier(digest)
-            chunks.append(ChunkReport(span, "cached" if tier else "filled", tier, None if tier else "new"))
+            chunks.append(ChunkReport(span, "cached" if tier else "filled", tier, None if tier else "missing"))
             reused += (span.end - max(span.start, local)) * (1 - plan.ratio) if tier else 0
         mode = "reuse" if all(chunk.status == "cached" for chunk in chunks) else "fill"
-        count_cached_tokens(request, local, int(reused))
         if request.num_preemptions == 0:
             self.stats.count("requests", mode)
         plan.report = {
