@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -28,13 +29,14 @@ def serve(
     settings = {name: value for name, value in context.params.items() if name != "model" and value is not None}
     config = load_config(**settings)
     try:
+        import_module("kvmosaic.vllm")  # where vLLM is missing, it says how to install it
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.cli.serve import ServeSubcommand
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
-        raise ConfigError(f"vLLM is not installed ({error}); pip install 'kvmosaic[vllm]'") from None
+        raise ConfigError(str(error)) from None
     from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported
-    from kvmosaic.models import resolve
+    from kvmosaic.models import CATALOG, resolve
 
     arguments = ["vllm", "serve", resolve(model), *context.args]
     if config.enable_chunk_cache:
@@ -47,6 +49,8 @@ def serve(
     parser, command = FlexibleArgumentParser(), ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     parsed = parser.parse_args(arguments[1:])
+    if model in CATALOG and not parsed.served_model_name:  # clients should not have to know the folder
+        parsed.served_model_name = [model]
     command.validate(parsed)
     if config.enable_chunk_cache:
         parsed.model = parsed.model_tag  # as the command itself does later

@@ -44,17 +44,28 @@ def explain_layer(
 ) -> LayerRotary | None:
     """What turns the rows computed at ``old`` into those at ``new``; ``None`` when nothing has to turn."""
     length = max(old.stop, new.stop)
-    best: tuple[float, LayerRotary | None] = (_distance(at_old, at_new), None)
+    # GPUs may compute float32 attention in TF32, which has no more bits than half precision.
+    exact = at_old[0].dtype == torch.float32 and not at_old[0].is_cuda
+    # Rounding alone separates right from seen; a wrong pairing is off by tens of percent.
+    tolerance = 1e-3 if exact else 5e-2
+    # The first layer's input is the same at both places. Below it, rounding may have grown until some rows are of
+    # different inputs; the part that does not turn shows which are not.
+    every = torch.ones(len(old), dtype=torch.bool, device=at_old[0].device)
+    same_k, same_v = (
+        every if exact or layer == 0 else _same_rows(a, b, tolerance / 2) for a, b in zip(at_old, at_new, strict=True)
+    )
+    without = _distance(at_old, at_new, same_v)
+    best: tuple[float, LayerRotary | None] = (without, None)
     for table in tables:
         turn = rotation_between(table.rows(old, length), table.rows(new, length))
         for columns in _column_choices(2 * turn.cos.shape[-1], at_old):
             moved = (at_old[0].clone(), at_old[1].clone())
-            rotate_(moved[0 if columns.part == "k" else 1], turn, columns)
-            best = min(best, (_distance(moved, at_new), LayerRotary(table, columns)), key=lambda pair: pair[0])
-    # Rounding alone separates right from seen; a wrong pairing is off by tens of percent. GPUs may compute float32
-    # attention in TF32, which has no more bits than half precision.
-    tolerance = 1e-3 if at_old[0].dtype == torch.float32 and not at_old[0].is_cuda else 5e-2
-    if not best[0] < tolerance:
+            turned, telling = (moved[0], same_v) if columns.part == "k" else (moved[1], same_k)
+            rotate_(turned, turn, columns)
+            found = _distance(moved, at_new, telling), LayerRotary(table, columns)
+            best = min(best, found, key=lambda pair: pair[0])
+    # A turn that is hardly better than none is luck.
+    if not best[0] < tolerance or (best[1] is not None and best[0] > without / 2):
         raise UnsupportedModelError(
             f"the keys of layer {layer} do not move with position like rotary ones (closest: {best[0]:.1%} off); "
             "chunks of this model cannot be reused at another position"
@@ -73,11 +84,18 @@ def _column_choices(width: int, rows: Rows) -> list[RotaryColumns]:
     return choices
 
 
-def _distance(ours: Rows, theirs: Rows) -> float:
-    """Relative difference of the two, the worse of K and V."""
+def _same_rows(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:
+    """Which tokens have the same rows in both, as a mask; all when none has. The first token should be among them: it
+    sees nothing but itself, wherever it stands, so no attention that is rounded differently reaches it."""
+    same = (a.float() - b.float()).norm(dim=(0, 2)) < limit * b.float().norm(dim=(0, 2)).clamp(min=1e-30)
+    return same if same.any() else torch.ones_like(same)
+
+
+def _distance(ours: Rows, theirs: Rows, telling: torch.Tensor) -> float:
+    """Relative difference of the two in the ``telling`` tokens, the worse of K and V."""
     return max(
-        float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30)) if b.numel() else 0.0
-        for a, b in zip(ours, theirs, strict=True)
+        float((a - b).norm() / b.norm().clamp(min=1e-30)) if b.numel() else 0.0
+        for a, b in ((a[:, telling].float(), b[:, telling].float()) for a, b in zip(ours, theirs, strict=True))
     )
 
 

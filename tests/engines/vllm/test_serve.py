@@ -89,6 +89,10 @@ def metrics(client):
     return {re.sub(r'(model_name|engine)="[^"]*",?', "", name).replace(",}", "}"): float(v) for name, _, v in series}
 
 
+def test_a_catalog_model_is_served_under_its_name(client):
+    assert [model.id for model in client.models.list()] == ["smollm2-135m"]
+
+
 def test_second_request_reports_its_documents_as_cached(client, tokenizer):
     system, question = "You are helpful.", "Tell me about it. It is"
     first = complete(client, prompt(system, DOCUMENTS, question))

@@ -1,6 +1,5 @@
 """The connector vLLM loads: scheduler side and worker side of the chunk cache."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.logger import init_logger
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.engines.vllm.blocks import KernelBlocks
 from kvmosaic.engines.vllm.compat import hash_block_size, unsupported_cache
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.loader import ANY_LENGTH, ChunkLoader
@@ -25,7 +26,8 @@ from kvmosaic.engines.vllm.sparse import SparseForward
 from kvmosaic.engines.vllm.support import unsupported
 from kvmosaic.engines.vllm.worker import current_runner
 
-logger = logging.getLogger(__name__)
+logger = init_logger(f"vllm.{__name__}")
+"""Under vLLM's own, whose prefix, level and handlers it so has."""
 
 
 class ChunkConnector(KVConnectorBase_V1):
@@ -54,6 +56,7 @@ class ChunkConnector(KVConnectorBase_V1):
                 hash_block_size(vllm_config, kv_cache_config),
                 vllm_config.parallel_config.tensor_parallel_size,
                 vllm_config.kv_transfer_config.engine_id,
+                vllm_config.scheduler_config.max_num_batched_tokens,
             )
 
     # --- scheduler side
@@ -61,6 +64,10 @@ class ChunkConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Any) -> None:
         assert self.scheduler is not None
         self.scheduler.add(request)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        assert self.scheduler is not None
+        self.scheduler.pool = gpu_block_pool
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self.scheduler is not None
@@ -107,6 +114,7 @@ class ChunkConnector(KVConnectorBase_V1):
             "config": model.hf_text_config.to_dict(),
             "weights": _weight_files(model.model),
         }
+        ranks = Ranks(model)
         self.loader = ChunkLoader(
             self._config,
             model.model,
@@ -116,10 +124,20 @@ class ChunkConnector(KVConnectorBase_V1):
             SparseForward(self._vllm_config, runner, self._caches),
             runner.model,
             device_pool,
-            Ranks(model),
+            ranks,
             model.max_model_len,
         )
         self.fetcher = ChunkFetcher(self.loader.cache.store)
+        if ranks.rank == 0:
+            budgets = {
+                "device": 0 if device_pool is None else device_pool.nbytes,
+                "host": self._config.host_memory,
+                "disk": self._config.disk_space,
+            }
+            held = self.loader.cache.store.held()  # a disk that cannot be used has no tier
+            tiers = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in budgets.items() if name in held)
+            writer = "kvmosaic's kernel" if isinstance(self.loader._blocks, KernelBlocks) else "the backend's writer"
+            logger.info("chunk cache on for %s: %s; chunks placed by %s", model.served_model_name, tiers, writer)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         work = self._get_connector_metadata()
@@ -140,8 +158,8 @@ class ChunkConnector(KVConnectorBase_V1):
         # Without metadata vLLM's per-layer hooks stay quiet while we run forwards of our own.
         self._connector_metadata = None
         try:
+            self.loader.load(work.loads)
             for load in work.loads:
-                self.loader.load(load)
                 self.fetcher.release(load.request_id)
         finally:
             self._connector_metadata = work

@@ -1,0 +1,38 @@
+"""Half precision, in which most models are served: rounding must neither turn the cache off nor change answers."""
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engines.vllm.conftest import SMALL
+from tests.engines.vllm.test_engine import DOCUMENTS, prompt
+
+
+@pytest.fixture(scope="module")
+def llm():
+    from kvmosaic.vllm import LLM
+
+    return LLM("smollm2-135m", enable_chunk_cache=True, **SMALL | {"dtype": "bfloat16"})
+
+
+def first_token(llm, text, **params):
+    """Just that one: behind it a near tie, decided by rounding, may send two answers different ways. Also, CPUs
+    without instructions for bfloat16 are slow."""
+    sampling = SamplingParams(
+        max_tokens=1, temperature=0, logprobs=3, extra_args={"kv_transfer_params": {"report": True, **params}}
+    )
+    [output] = llm.generate([text], sampling, use_tqdm=False)
+    [logprobs] = output.outputs[0].logprobs
+    return output.outputs[0].token_ids[0], {token: seen.logprob for token, seen in logprobs.items()}, output
+
+
+def test_documents_are_reused_and_recomputing_all_is_plain_vllm(llm):
+    first_token(llm, prompt("You are helpful.", DOCUMENTS[:2]))
+    text = prompt("Quite another system prompt.", DOCUMENTS[1::-1])
+    report = first_token(llm, text)[2].kv_transfer_params
+    assert report["mode"] == "reuse"
+    assert {chunk["status"] for chunk in report["chunks"]} == {"cached"}
+    token, ours, _ = first_token(llm, text, recompute_ratio=1.0)
+    expected, theirs, _ = first_token(llm, text, chunk_cache=False)
+    assert token == expected
+    common = ours.keys() & theirs.keys()
+    assert {t: ours[t] for t in common} == pytest.approx({t: theirs[t] for t in common}, abs=0.1)
