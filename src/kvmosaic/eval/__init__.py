@@ -1,0 +1,1 @@
+"""How close answers from reused chunks come to those of a full prefill, on the user's model and data."""

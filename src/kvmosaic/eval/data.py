@@ -1,0 +1,187 @@
+"""Examples from files: our own JSONL, SQuAD-style JSON, NQ with oracle contexts, key-value retrieval."""
+
+import gzip
+import json
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.eval.base import Example
+from kvmosaic.eval.synthetic import synthetic
+
+SYSTEM = "Read the documents and answer the question with a few words."
+KV_SYSTEM = "Find the value of the key in the JSON data."
+PASSAGES = 6
+"""Per question of SQuAD and NQ, the one with the answer included."""
+KV_CHUNKS = 5
+"""A key-value example's records are spread evenly over these."""
+
+SYNTHETIC = {"synthetic": None, "synthetic-1": 1, "synthetic-2": 2, "synthetic-3": 3}
+"""Built-in data: the name → how many documents a question needs; ``None``: one, two and three in turn."""
+
+
+def load(source: str, limit: int, seed: int, form: str | None = None) -> list[Example]:
+    """``limit`` examples, or all if there are fewer, of a file or of the built-in generator; ``seed`` chooses
+    them. The format is recognised from the content unless ``form`` names one of ``FORMATS``."""
+    if limit < 1:
+        raise ConfigError(f"--limit {limit}: must be at least 1")
+    if form is not None and form not in FORMATS:
+        raise ConfigError(f"--format {form}: choose one of {', '.join(FORMATS)}")
+    if source in SYNTHETIC:
+        if form is not None:
+            raise ConfigError(f"--format {form}: {source} is made, not read; leave --format out")
+        return synthetic(limit, seed, SYNTHETIC[source])  # type: ignore[arg-type]  # 1, 2 or 3
+    records = _records(Path(source))
+    found = form or _recognise(source, records[0][1])
+    if found == "squad":
+        records = list(_squad_questions(source, records))
+    rng = random.Random(seed)
+    # A permutation first, so that a larger limit only adds to a smaller one's examples.
+    order = rng.sample(range(len(records)), len(records))[:limit]
+    make = FORMATS[found]
+    examples = []
+    for index in order:
+        line, record = records[index]
+        others = [other for position, (_, other) in enumerate(records) if position != index]
+        try:
+            examples.append(make(record, others, random.Random(f"{seed}/{index}")))
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise ConfigError(f"{source}, line {line}: not a {found} example ({_reason(error)})") from None
+    return examples
+
+
+def _records(path: Path) -> list[tuple[int, Any]]:
+    """Line number and content of each JSON value: one for the whole file, or one per line."""
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read data {path}: {error}") from None
+    try:
+        return [(1, json.loads(text))]
+    except ValueError:
+        pass
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                records.append((number, json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON ({error})") from None
+    if not records:
+        raise ConfigError(f"{path}: no examples in it")
+    return records
+
+
+def _recognise(source: str, record: Any) -> str:
+    keys = set(record) if isinstance(record, dict) else set()
+    for form, needed in (
+        ("jsonl", {"chunks", "question", "answers"}),
+        ("squad", {"data"}),
+        ("nq", {"question", "answers", "ctxs"}),
+        ("kv", {"ordered_kv_records", "key", "value"}),
+    ):
+        if needed <= keys:
+            return form
+    raise ConfigError(
+        f"{source}, line 1: format not recognised; it should have chunks, question and answers, or use --format"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be text")
+    return value
+
+
+def _texts(values: Any, what: str) -> tuple[str, ...]:
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{what} must be a list that is not empty")
+    return tuple(_text(value, what) for value in values)
+
+
+def _ask(question: str) -> str:
+    return f"Question: {question}\nAnswer:"
+
+
+def _own(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
+    system = _text(record.get("system", ""), "system")
+    question = _text(record["question"], "question")
+    return Example(system, _texts(record["chunks"], "chunks"), question, _texts(record["answers"], "answers"))
+
+
+def _squad_questions(source: str, records: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """The answerable questions of SQuAD's nested articles, each with its paragraph's text."""
+    count = 0
+    for line, record in records:
+        try:
+            for article in record["data"]:
+                for paragraph in article["paragraphs"]:
+                    for asked in paragraph["qas"]:
+                        if asked["answers"]:
+                            count += 1
+                            yield line, {**asked, "context": paragraph["context"]}
+        except (KeyError, TypeError) as error:  # noqa: PERF203  # one turn is a whole file
+            raise ConfigError(f"{source}, question {count + 1}: not SQuAD ({_reason(error)})") from None
+    if not count:
+        raise ConfigError(f"{source}: no question with an answer in it")
+
+
+def _squad(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
+    gold = _text(record["context"], "context")
+    answers = _texts([answer["text"] for answer in record["answers"]], "answers")
+    chunks = _among(gold, (other["context"] for other in _shuffled(others, rng)), rng)
+    return Example(SYSTEM, chunks, _ask(_text(record["question"], "question")), tuple(dict.fromkeys(answers)))
+
+
+def _nq(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
+    chunks = _among(_passage(record), map(_passage, _shuffled(others, rng)), rng)
+    question = _text(record["question"], "question").rstrip("?") + "?"
+    return Example(SYSTEM, chunks, _ask(question), _texts(record["answers"], "answers"))
+
+
+def _passage(record: Any) -> str:
+    """The gold context of an NQ question, its title first."""
+    gold = next((context for context in record["ctxs"] if context.get("isgold")), record["ctxs"][0])
+    return f"{_text(gold['title'], 'title')}: {_text(gold['text'], 'text')}"
+
+
+def _shuffled(others: Sequence[Any], rng: random.Random) -> Iterator[Any]:
+    return iter(rng.sample(others, len(others)))
+
+
+def _among(gold: str, others: Iterator[str], rng: random.Random) -> tuple[str, ...]:
+    """``gold`` at a random place among different passages."""
+    chunks = [gold]
+    while len(chunks) < PASSAGES and (other := next(others, None)) is not None:
+        if other not in chunks:
+            chunks.append(other)
+    rng.shuffle(chunks)
+    return tuple(chunks)
+
+
+def _kv(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
+    """The records as the lines of a JSON object, cut into chunks of whole lines."""
+    lines = [f'"{_text(key, "key")}": "{_text(value, "value")}"' for key, value in record["ordered_kv_records"]]
+    size = -(-len(lines) // KV_CHUNKS)
+    chunks = tuple(",\n".join(lines[start : start + size]) for start in range(0, len(lines), size))
+    if not chunks:
+        raise ValueError("ordered_kv_records is empty")
+    question = f'Key: "{_text(record["key"], "key")}"\nCorresponding value:'
+    return Example(KV_SYSTEM, chunks, question, (_text(record["value"], "value"),))
+
+
+FORMATS: dict[str, Callable[[Any, Sequence[Any], random.Random], Example]] = {
+    "jsonl": _own,
+    "squad": _squad,
+    "nq": _nq,
+    "kv": _kv,
+}
+"""Name → makes an example of a record, with distractors from the other records."""

@@ -1,0 +1,128 @@
+"""An evaluation as one HTML file that needs nothing else."""
+
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+
+from kvmosaic.eval.metrics import Interval
+from kvmosaic.eval.plan import ALL, NONE
+from kvmosaic.eval.plot import Point, Series, legend, svg
+from kvmosaic.eval.summary import Line, Summary
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --faint: #d8d8d8; --good: #1a7f37; --bad: #c62828 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --paper: #16181d; --faint: #3a3f47; --good: #57c26e; --bad: #ff7b72 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1100px;
+  margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+.wide { overflow-x: auto }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 1rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--faint) }
+th:first-child, td:first-child { text-align: left }
+.good { color: var(--good) } .bad { color: var(--bad) } small { opacity: .7 }
+svg { width: 100%; height: auto } svg text { fill: var(--ink); font-size: 12px }
+.grid { stroke: var(--faint) } .series polyline { fill: none; stroke: var(--c); stroke-width: 2 }
+.series line { stroke: var(--c); opacity: .5 } .series circle { fill: var(--c) }
+.legend span { margin-right: 1rem } .legend span::before { content: "● "; color: var(--c) }
+"""
+HEADS = (
+    *("policy", "ratio", "charged ratio", "KL mean", "KL p95", "top-1", "EM", "F1", "gap closed", "prefill ms"),
+    *("KL − random", "F1 − random"),
+)
+
+
+def render(title: str, summary: Summary) -> str:
+    """The report."""
+    full, none = summary.full_prefill, summary.no_context
+    shown = _series(summary.lines)
+    plots = (
+        ("KL to full prefill against charged ratio", "charged ratio", "KL (nats)", _charged, _kl),
+        ("KL to full prefill against prefill time", "prefill ms", "KL (nats)", _time, _kl),
+        ("F1 against prefill time", "prefill ms", "word F1", _time, _f1),
+    )
+    figures = "".join(
+        f"<figure><figcaption>{caption}</figcaption>{svg(_points(shown, x, y), x_name, y_name)}</figure>"
+        for caption, x_name, y_name, x, y in plots
+    )
+    rows = "\n".join(f"<tr>{''.join(_cells(line))}</tr>" for line in summary.lines)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>kvmosaic eval: {escape(title)}</title><style>{STYLE}</style></head><body>
+<h1>{escape(title)}</h1>
+<p>Full prefill: EM {full.em:.3f}, F1 {full.f1:.3f}, {full.prefill_ms:.0f} ms. Without context: EM {none.em:.3f},
+F1 {none.f1:.3f}. KL is measured over the full-prefill answer, token by token. Brackets and bars are 95 % bootstrap
+intervals over examples. Prefill times are medians with all chunks cached.</p>
+{legend(_points(shown, _charged, _kl))}
+<div class="plots">{figures}</div>
+<h2>All cells</h2>
+<div class="wide"><table><thead><tr>{"".join(f"<th>{head}</th>" for head in HEADS)}</tr></thead>
+<tbody>
+{rows}
+</tbody></table></div>
+<p><small>“− random”: paired difference to random tokens at the same charged ratio, read off the line through all of
+random’s cells; coloured where the interval does not hold 0.</small></p>
+</body></html>
+"""
+
+
+def _series(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """Lines by policy, each between what all policies share: nothing recomputed, and everything."""
+    ends = {line.row.policy: line for line in lines if line.row[:2] in (NONE, ALL)}
+    names = dict.fromkeys(line.row.policy for line in lines if line.row.policy not in ends)
+    between = {name: [line for line in lines if line.row.policy == name] for name in names}
+    return {
+        name: sorted([ends[NONE.policy], *mine, ends[ALL.policy]], key=lambda line: line.row.charged_ratio)
+        for name, mine in (between or {"reuse as is, recompute all": []}).items()
+    }
+
+
+def _points(shown: dict[str, list[Line]], x: Callable[[Line], float], y: Callable[[Line], Interval]) -> list[Series]:
+    return [Series(name, [Point(x(line), *y(line), _label(line)) for line in lines]) for name, lines in shown.items()]
+
+
+def _label(line: Line) -> str:
+    return f"{line.row.policy} {line.row.ratio:g}: KL {line.row.kl_mean:.3f}, F1 {line.row.f1:.3f}"
+
+
+def _charged(line: Line) -> float:
+    return line.row.charged_ratio
+
+
+def _time(line: Line) -> float:
+    return line.row.prefill_ms
+
+
+def _kl(line: Line) -> Interval:
+    return line.kl
+
+
+def _f1(line: Line) -> Interval:
+    return line.f1
+
+
+def _cells(line: Line) -> Iterator[str]:
+    row = line.row
+    gap = "–" if row.gap_closed is None else f"{row.gap_closed:.0%}"
+    for text in (
+        escape(row.policy),
+        f"{row.ratio:g}",
+        f"{row.charged_ratio:.3f}",
+        _bracketed(line.kl),
+        f"{row.kl_p95:.3f}",
+        f"{row.top1:.3f}",
+        f"{row.em:.3f}",
+        _bracketed(line.f1),
+        gap,
+        f"{row.prefill_ms:.1f}",
+    ):
+        yield f"<td>{text}</td>"
+    for difference, sign in ((line.kl_to_random, -1), (line.f1_to_random, 1)):
+        better, worse = sorted((sign * difference.low, sign * difference.high))
+        mark = "good" if better > 0 else "bad" if worse < 0 else ""
+        yield f'<td class="{mark}">{_bracketed(difference, "+")}</td>'
+
+
+def _bracketed(interval: Interval, sign: str = "") -> str:
+    return f"{interval.mean:{sign}.3f} <small>[{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]</small>"

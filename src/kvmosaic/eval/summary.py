@@ -1,0 +1,124 @@
+"""Scores of single examples → what a reader wants to know."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmosaic.eval.base import Cell, Row
+from kvmosaic.eval.metrics import Interval, bootstrap
+from kvmosaic.eval.plan import ALL, FULL_PREFILL, NO_CONTEXT, NONE, RANDOM
+from kvmosaic.eval.work_file import Score
+
+SMALLEST_GAP = 0.01
+"""A difference in F1 between full context and none below this is no gap to be closed."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class Line(NamedTuple):
+    """A row, how sure its numbers are, and how it compares to random tokens at the same charged ratio.
+
+    The comparison is paired: per example, random's value at exactly the charged ratio of this cell is read off the
+    line through all of random's cells, which begins at nothing recomputed and ends at everything.
+    """
+
+    row: Row
+    kl: Interval
+    f1: Interval
+    kl_to_random: Interval
+    """Below 0: closer to full prefill than random."""
+    f1_to_random: Interval
+
+    def as_dict(self) -> dict[str, Any]:
+        named = {name: getattr(self, name)._asdict() for name in self._fields if name != "row"}
+        return {"policy": self.row.policy, "ratio": self.row.ratio, **named}
+
+
+class Reference(NamedTuple):
+    """One end of the scale."""
+
+    em: float
+    f1: float
+    prefill_ms: float
+
+
+class Summary(NamedTuple):
+    """All cells, and what they are held against."""
+
+    lines: tuple[Line, ...]
+    full_prefill: Reference
+    no_context: Reference
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "full_prefill": self.full_prefill._asdict(),
+            "no_context": self.no_context._asdict(),
+            "intervals": [line.as_dict() for line in self.lines],
+            "rows": [line.row._asdict() for line in self.lines],
+        }
+
+
+def summarise(scores: dict[tuple[int, Cell], Score], cells: Sequence[Cell], examples: int, seed: int = 0) -> Summary:
+    """``scores`` must have every cell of every example; ``seed`` is that of the bootstrap."""
+    table = {cell: [scores[i, cell] for i in range(examples)] for cell in (*cells, FULL_PREFILL, NO_CONTEXT)}
+    full, none = _reference(table[FULL_PREFILL]), _reference(table[NO_CONTEXT])
+    ladder = [table[cell] for cell in cells if cell in (NONE, ALL) or cell.policy == RANDOM]
+    lines = tuple(_line(cell, table[cell], ladder, full.f1, none.f1, seed) for cell in cells)
+    return Summary(lines, full, none)
+
+
+def _reference(scores: Sequence[Score]) -> Reference:
+    return Reference(
+        float(np.mean([score.em for score in scores])),
+        float(np.mean([score.f1 for score in scores])),
+        float(np.median([score.prefill_ms for score in scores])),
+    )
+
+
+def _line(
+    cell: Cell, scores: Sequence[Score], ladder: Sequence[Sequence[Score]], full_f1: float, none_f1: float, seed: int
+) -> Line:
+    kl, f1, charged = _kl(scores), _f1(scores), _charged(scores)
+    gap = full_f1 - none_f1
+    row = Row(
+        *cell,
+        charged_ratio=float(charged.mean()),
+        kl_mean=float(kl.mean()),
+        kl_p95=float(np.quantile(np.concatenate([score.kl for score in scores]), 0.95)),
+        top1=float(np.mean(np.concatenate([score.agree for score in scores]))),
+        em=float(np.mean([score.em for score in scores])),
+        f1=float(f1.mean()),
+        gap_closed=float((f1.mean() - none_f1) / gap) if gap >= SMALLEST_GAP else None,
+        prefill_ms=float(np.median([score.prefill_ms for score in scores])),
+        n=len(scores),
+    )
+    steps = np.stack([_charged(rung) for rung in ladder])
+    random_kl, random_f1 = (
+        _read_off(charged, steps, np.stack([part(rung) for rung in ladder])) for part in (_kl, _f1)
+    )
+    return Line(
+        row,
+        bootstrap(kl, seed),
+        bootstrap(f1, seed),
+        bootstrap(kl - random_kl, seed),
+        bootstrap(f1 - random_f1, seed),
+    )
+
+
+def _read_off(at: Floats, steps: Floats, values: Floats) -> Floats:
+    """Per example, the value at ``at [examples]`` on the line through ``steps`` and ``values [rungs, examples]``."""
+    return np.array([np.interp(x, steps[:, i], values[:, i]) for i, x in enumerate(at)])
+
+
+def _kl(scores: Sequence[Score]) -> Floats:
+    return np.array([np.mean(score.kl) for score in scores])
+
+
+def _f1(scores: Sequence[Score]) -> Floats:
+    return np.array([score.f1 for score in scores])
+
+
+def _charged(scores: Sequence[Score]) -> Floats:
+    return np.array([score.charged_ratio for score in scores])

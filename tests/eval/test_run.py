@@ -1,0 +1,156 @@
+"""The evaluation on a real model: what its numbers must be, and that interruptions leave no trace."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvmosaic.core.errors import ConfigError, PromptError
+from kvmosaic.eval.base import Cell, Example
+from kvmosaic.eval.plan import ALL, FULL_PREFILL, NO_CONTEXT, NONE, make_cells, make_plan
+from kvmosaic.eval.report import render
+from kvmosaic.eval.run import evaluate
+from kvmosaic.eval.summary import summarise
+from kvmosaic.eval.work_file import WorkFile
+from kvmosaic.hf import LLM
+
+EXAMPLES = [
+    Example("Be brief.", ("Anna has a red cat.", "Bert has a blue dog.", "Carl sells tea."), question, (answer,))
+    for question, answer in (("Who has a dog?", "Bert"), ("What does Carl sell?", "tea"))
+]
+ANSWER = 4
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2, tokenizer):
+    with LLM(smollm2, tokenizer, enable_chunk_cache=True, disk_path=None, tenant="eval") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def plan(llm):
+    return make_plan(llm, EXAMPLES, make_cells(["composite", "sink-link(k=2)"], [0.3]), ANSWER)
+
+
+@pytest.fixture(scope="module")
+def finished(llm, plan, tmp_path_factory):
+    with WorkFile(tmp_path_factory.mktemp("whole"), plan.digest) as work:
+        evaluate(llm, plan, work)
+    return work
+
+
+def timeless(scores):
+    """Everything but the clock."""
+    return {key: score._replace(prefill_ms=0.0) for key, score in scores.items()}
+
+
+def test_both_ends_and_random_are_always_measured():
+    cells = make_cells(["composite"], [0.3, 0.1])
+    assert cells[0] == NONE
+    assert cells[-1] == ALL
+    assert {Cell(policy, ratio) for policy in ("random", "composite") for ratio in (0.1, 0.3)} == set(cells[1:-1])
+
+
+def test_scores_are_what_they_say(llm, plan, finished):
+    for index, question in enumerate(plan.questions):
+        full = finished.scores[index, FULL_PREFILL]
+        [expected] = llm.generate(question.prompt, max_tokens=ANSWER, temperature=0, use_chunk_cache=False)
+        assert full.answer == expected.text.strip().partition("\n")[0].strip()
+        exact = finished.scores[index, ALL]
+        assert exact.charged_ratio == 1
+        assert max(exact.kl) < 1e-6
+        assert all(exact.agree)
+        assert exact.answer == full.answer
+        reused = finished.scores[index, NONE]
+        assert reused.charged_ratio == 0
+        assert max(reused.kl) > 1e-3
+        for cell in plan.cells:
+            score = finished.scores[index, cell]
+            assert len(score.kl) == len(score.agree) <= ANSWER
+            assert score.prefill_ms > 0
+            # The answer found with teacher forcing is the one that plain generation gives.
+            [own] = llm.generate(
+                question.prompt, max_tokens=ANSWER, temperature=0, recompute_ratio=cell.ratio, policy=cell.policy
+            )
+            assert score.answer == own.text.strip().partition("\n")[0].strip()
+
+
+class _Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop_after", [4, 9])
+def test_an_interrupted_run_goes_on_where_it_stopped(llm, plan, finished, tmp_path, monkeypatch, stop_after):
+    with WorkFile(tmp_path, plan.digest) as work, monkeypatch.context() as patch:
+        add = work.add
+
+        def stop(score):
+            if len(work.scores) == stop_after:
+                raise _Interrupted
+            add(score)
+
+        patch.setattr(work, "add", stop)
+        with pytest.raises(_Interrupted):
+            evaluate(llm, plan, work)
+    with open(work.path, "ab") as file:
+        file.write(b'{"example": 0, "policy": "rand')  # the line it was writing
+    with WorkFile(tmp_path, plan.digest) as work:
+        assert len(work.scores) == stop_after
+        kept = dict(work.scores)
+        evaluate(llm, plan, work)
+        assert {key: work.scores[key] for key in kept} == kept  # times included: they were not measured again
+    with WorkFile(tmp_path, plan.digest) as again:
+        assert timeless(again.scores) == timeless(finished.scores)
+
+
+def test_results_of_other_settings_are_refused(llm, plan, tmp_path):
+    other = make_plan(llm, EXAMPLES, plan.cells, ANSWER + 1)
+    assert other.digest != plan.digest
+    WorkFile(tmp_path, plan.digest).__exit__(None, None, None)
+    with pytest.raises(ConfigError, match="other settings"):
+        WorkFile(tmp_path, other.digest)
+
+
+def test_a_damaged_line_is_reported(plan, tmp_path):
+    WorkFile(tmp_path, plan.digest).__exit__(None, None, None)
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(path.read_bytes() + b"{}\n{}\n")
+    with pytest.raises(ConfigError, match="line 2: damaged"):
+        WorkFile(tmp_path, plan.digest)
+
+
+def test_the_summary_is_that_of_the_scores(plan, finished):
+    summary = summarise(finished.scores, plan.cells, 2)
+    full, none = ([finished.scores[i, cell].f1 for i in range(2)] for cell in (FULL_PREFILL, NO_CONTEXT))
+    for cell, line in zip(plan.cells, summary.lines, strict=True):
+        scores = [finished.scores[i, cell] for i in range(2)]
+        row = line.row
+        assert (row.policy, row.ratio, row.n) == (*cell, 2)
+        assert row.kl_mean == pytest.approx(np.mean([np.mean(score.kl) for score in scores]))
+        assert row.f1 == pytest.approx(np.mean([score.f1 for score in scores]))
+        if np.mean(full) - np.mean(none) >= 0.01:
+            assert row.gap_closed == pytest.approx((row.f1 - np.mean(none)) / (np.mean(full) - np.mean(none)))
+        else:
+            assert row.gap_closed is None
+        if cell in (NONE, ALL) or cell.policy == "random":
+            assert line.kl_to_random == pytest.approx((0, 0, 0), abs=1e-9)
+    json.dumps(summary.as_dict())
+    assert summary == summarise(finished.scores, plan.cells, 2)
+
+
+def test_the_report_stands_alone(plan, finished):
+    html = render("a <model> & data", summarise(finished.scores, plan.cells, 2))
+    assert "a &lt;model&gt; &amp; data" in html
+    assert html.count("<svg") == 3
+    assert "http" not in html
+    assert "<script" not in html
+    for cell in plan.cells:
+        assert f"<td>{cell.policy}</td><td>{cell.ratio:g}</td>" in html
+
+
+def test_prompts_the_model_cannot_take_are_refused_before_any_work(llm):
+    cells = make_cells([], [])
+    with pytest.raises(PromptError, match=r"example 1: .* exceed"):
+        make_plan(llm, EXAMPLES, cells, llm.max_positions)
+    with pytest.raises(PromptError, match="example 1: all of its chunks are empty"):
+        make_plan(llm, [Example("s", ("", " "), "q", ("a",))], cells, 4)
