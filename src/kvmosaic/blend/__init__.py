@@ -1,6 +1,6 @@
 """Which tokens of the reused chunks a request recomputes."""
 
-from kvmosaic.blend.base import Policy
-from kvmosaic.blend.fixed import policy_for_ratio
+from kvmosaic.blend.base import AssembledPrompt, Check, Policy, Selection, choose
+from kvmosaic.blend.names import POLICIES, policy_named
 
-__all__ = ["Policy", "policy_for_ratio"]
+__all__ = ["POLICIES", "AssembledPrompt", "Check", "Policy", "Selection", "choose", "policy_named"]

@@ -1,11 +1,115 @@
-"""What a policy is."""
+"""What a policy is, what it sees, and what it answers."""
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple
 
-from kvmosaic.core.prompt import ChunkedPrompt
+import torch
 
-Policy = Callable[[ChunkedPrompt], Iterable[int]]
-"""A policy is one function: prompt in, positions of the chunk tokens to recompute out (ascending).
+from kvmosaic.core.prompt import ChunkedPrompt, Span
 
-The engine recomputes them together with the fresh tokens in one pass over the assembled prompt, where
-each sees exactly the tokens at or before its own position."""
+Part = Literal["k", "v"]
+
+PROBE_TOKENS = 256
+"""Of a longer question only so many tokens are computed to find out what it attends to."""
+QUERY_TOKENS = 64
+"""The last so many of them are asked."""
+
+
+class Check(NamedTuple):
+    """In the blend pass, at ``layer``, only the ``keep`` tokens whose fresh K or V is farthest from the reused one
+    go on to the layers behind it; the others keep their reused KV there."""
+
+    layer: int
+    keep: int
+    part: Part
+
+
+class Selection(NamedTuple):
+    """Chunk tokens that a blend recomputes."""
+
+    positions: tuple[int, ...] = ()
+    """Ascending positions in the prompt."""
+    checks: tuple[Check, ...] = ()
+    """Where the set shrinks on its way through the layers; empty: all tokens go through all layers."""
+
+    def layer_tokens(self, num_layers: int) -> int:
+        """Tokens computed, summed over the layers."""
+        total, rows, done = 0, len(self.positions), 0
+        for check in self.checks:
+            total += rows * (check.layer + 1 - done)
+            rows, done = min(rows, check.keep), check.layer + 1
+        return total + rows * (num_layers - done)
+
+
+class AssembledPrompt(ABC):
+    """A prompt whose chunks' KV stands in the request's cache, as policies see it. Probing costs compute, which is
+    charged to the request: ``charged`` counts layer-tokens, one per token and layer computed."""
+
+    def __init__(self, prompt: ChunkedPrompt, num_layers: int, full_layers: Sequence[int]) -> None:
+        self.prompt = prompt
+        """Its chunks are those that are reused; all other tokens are computed anyway."""
+        self.num_layers = num_layers
+        self.full_layers = tuple(full_layers)
+        """Layers whose attention reaches every earlier token, ascending."""
+        self.chunk_tokens = sum(map(len, prompt.chunks))
+        question = prompt.question
+        self.probe = Span(question.start, min(question.end, question.start + PROBE_TOKENS))
+        """The part of the question that :meth:`question_attention` computes."""
+        self.charged = 0
+
+    @abstractmethod
+    def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
+        """How much the question attends to each chunk token at ``layers`` (ascending, full ones): ``[layers, queries,
+        chunk tokens]`` in fp32, averaged over heads; the weights of a query sum to 1 over the chunk tokens. Charges
+        the question's way through the layers up to the last of these."""
+
+    @abstractmethod
+    def deviation(self, layer: int, part: Part) -> torch.Tensor:
+        """Squared distance ``[chunk tokens]`` in fp32 between the reused K or V at ``layer`` and the one computed in
+        sight of the whole prompt. Computes all chunk tokens in layers ``0 .. layer``, and leaves their fresh KV there
+        in the request's cache; charges that."""
+
+    def charged_ratio(self, selection: Selection) -> float:
+        """What ``selection`` and the probes before it cost, as a share of computing all chunk tokens."""
+        whole = self.num_layers * self.chunk_tokens
+        return (self.charged + selection.layer_tokens(self.num_layers)) / whole if whole else 0.0
+
+    def positions(self) -> torch.Tensor:
+        """Position of each chunk token, ``[chunk tokens]``."""
+        spans = [torch.arange(span.start, span.end) for span in self.prompt.chunks]
+        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
+
+    def affordable(self, ratio: float, part_of_layers: float = 1.0) -> int:
+        """How many chunk tokens can still be recomputed in all layers (or this part of them) at this ratio."""
+        left = ratio * self.num_layers * self.chunk_tokens - self.charged
+        return max(0, min(self.chunk_tokens, int(left / (self.num_layers * part_of_layers) + 1e-9)))
+
+
+class Policy(ABC):
+    """Chooses which chunk tokens a blend recomputes. Policies are frozen pydantic dataclasses: their fields are the
+    options a user can set."""
+
+    name: ClassVar[str]
+    asks_question: ClassVar[bool] = False
+    """Whether what it chooses depends on the question."""
+
+    @property
+    def narrows(self) -> bool:
+        """Whether its set shrinks on its way through the layers."""
+        return False
+
+    @abstractmethod
+    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+        """Tokens to recompute, with ``0 < ratio < 1`` the share of layer-tokens to spend, probes included."""
+
+
+def choose(policy: Policy, assembled: AssembledPrompt, ratio: float) -> Selection:
+    """What ``policy`` recomputes; at 0 it is not asked, nor at 1, where everything is recomputed."""
+    if ratio <= 0 or not assembled.chunk_tokens:
+        return Selection()
+    if ratio >= 1:
+        return Selection(tuple(assembled.positions().tolist()))
+    selection = policy.select(assembled, ratio)
+    assert list(selection.positions) == sorted(set(selection.positions))
+    return selection

@@ -36,7 +36,11 @@ class ChunkCacheConfig(BaseSettings):
     sink_prefix: str = "bos"
     """``bos``, ``none``, or a literal text whose KV is computed before a chunk and then dropped."""
     recompute_ratio: float = Field(0.0, ge=0.0, le=1.0)
-    """Share of a request's chunk tokens that a blend recomputes."""
+    """Share of a request's chunk tokens that a blend recomputes, what choosing them costs included."""
+    policy: str = "composite"
+    """Which tokens those are: a policy's name, with options in brackets, like ``sink-link(k=8)``."""
+    blend_min_tokens: int = Field(0, ge=0)
+    """Requests with fewer chunk tokens than this are prefilled as if they had no chunks."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
     """Share of a GPU's memory that the device tier takes (vLLM engine)."""
     host_memory: ByteSize = Field(ByteSize(2 * 1024**3), ge=0)

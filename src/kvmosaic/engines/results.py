@@ -34,6 +34,8 @@ class RequestOutput:
     cached_tokens: int
     filled_tokens: int
     recomputed_tokens: int
+    charged_ratio: float
+    """What recomputing and choosing cost, as a share of computing all chunk tokens in all layers."""
     prefilled_tokens: int
     chunks: tuple[ChunkReport, ...]
     fallback_reason: str | None = None

@@ -23,6 +23,9 @@ exclusive = threading.RLock()
 """Held by whoever runs a model: the plan below and a model's attention implementation are shared state."""
 
 
+Observer = Callable[[int, torch.Tensor, torch.Tensor, float], None]
+
+
 class AttentionPlan:
     """Positions of the query rows of one forward, over keys at positions ``0 .. length-1``."""
 
@@ -31,8 +34,18 @@ class AttentionPlan:
         self.length = length
         self.calls = 0
         """How many layers came through here: a model that bypasses us must not be trusted."""
-        rows = len(positions)
-        self.is_plain_causal = rows == length or (rows == 1 and int(positions[0]) == length - 1)
+        self.observe: Observer | None = None
+        """Called in each layer with its index, queries ``[heads, rows, dim]``, keys ``[kv_heads, length, dim]`` and
+        the scale of their products, before attention is computed."""
+        self.narrows = False
+        """Whether rows are dropped on the way through the layers."""
+
+    @property
+    def is_plain_causal(self) -> bool:
+        if self.narrows:
+            return False
+        rows = len(self.positions)
+        return rows == self.length or (rows == 1 and int(self.positions[0]) == self.length - 1)
 
     def visible(self, rule: Callable[..., torch.Tensor]) -> torch.Tensor:
         """``[rows, length]`` bool: a transformers mask rule, asked about the rows' true positions."""
@@ -75,6 +88,9 @@ def _positional_attention(
     assert _plan is not None
     assert (query.shape[2], key.shape[2]) == (len(_plan.positions), _plan.length)
     _plan.calls += 1
+    if _plan.observe is not None:
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        _plan.observe(int(module.layer_idx), query[0], key[0], scale)  # type: ignore[arg-type]
     if attention_mask is None and not _plan.is_plain_causal:
         raise UnsupportedModelError(f"{type(module).__name__} does not take the attention mask it is given")
     if _native != "eager":

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvmosaic.blend import policy_for_ratio
+from kvmosaic.blend import Policy, choose, policy_named
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, PromptError, UnsupportedModelError
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.chunk_cache import ChunkCache
+from kvmosaic.engines.hf.assembled import HFAssembled
 from kvmosaic.engines.hf.model import HFModel, max_positions
 from kvmosaic.engines.hf.plain import Decoded, plain_generate
 from kvmosaic.engines.hf.request_kv import RequestKV
@@ -34,10 +35,14 @@ class Assembled(NamedTuple):
     """A prompt ready to decode: logits ``[vocab]`` after it, how to go on, and what became of its chunks."""
 
     logits: torch.Tensor
+    kv: RequestKV
     step: Callable[[Sequence[int]], torch.Tensor]
     """Computes the last of these tokens, all others being cached: logits ``[vocab]`` after it."""
-    reports: tuple[ChunkReport, ...]
-    recomputed: int
+    reports: tuple[ChunkReport, ...] = ()
+    recomputed: tuple[int, ...] = ()
+    """Positions of chunk tokens that were computed anew."""
+    charged_ratio: float = 0.0
+    """What that and the choice of them cost, as a share of computing all chunk tokens in all layers."""
 
 
 class LLM:
@@ -58,7 +63,7 @@ class LLM:
         **settings: Any,
     ) -> None:
         self.config: ChunkCacheConfig = load_config(**settings)
-        policy_for_ratio(self.config.recompute_ratio)
+        self._policy = policy_named(self.config.policy)
         if isinstance(model, PreTrainedModel):
             self.model = model.eval()
         else:
@@ -136,16 +141,19 @@ class LLM:
         repetition_penalty: float | None = None,
         seed: int | None = None,
         recompute_ratio: float | None = None,
+        policy: str | None = None,
         use_chunk_cache: bool = True,
     ) -> list[RequestOutput]:
         """Answer each prompt, in order. ``use_chunk_cache=False`` is a plain, full prefill."""
         params = SamplingParams(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
         ratio = self.config.recompute_ratio if recompute_ratio is None else recompute_ratio
-        policy_for_ratio(ratio)
+        if not 0 <= ratio <= 1:
+            raise ConfigError(f"recompute_ratio={ratio}: must be between 0 and 1")
+        chosen = self._policy if policy is None else policy_named(policy)
         batch = [prompts] if isinstance(prompts, (str, ChunkedPrompt)) else list(prompts)
         # A bad prompt is refused before any work is done for the good ones.
         parsed = [self._parse(index, prompt, params, use_chunk_cache) for index, prompt in enumerate(batch)]
-        return [self._answer(prompt, params, ratio, use_chunk_cache, seconds) for prompt, seconds in parsed]
+        return [self._answer(prompt, params, chosen, ratio, use_chunk_cache, seconds) for prompt, seconds in parsed]
 
     def close(self) -> None:
         """Finish pending writes of the chunk cache."""
@@ -189,22 +197,29 @@ class LLM:
         return prompt, time.perf_counter() - start
 
     def _answer(
-        self, prompt: ChunkedPrompt, params: SamplingParams, ratio: float, use_chunk_cache: bool, parse_seconds: float
+        self,
+        prompt: ChunkedPrompt,
+        params: SamplingParams,
+        policy: Policy,
+        ratio: float,
+        use_chunk_cache: bool,
+        parse_seconds: float,
     ) -> RequestOutput:
         start = time.perf_counter() - parse_seconds
         reason = self._off_reason if use_chunk_cache else "disabled"
         if reason is None and prompt.chunks and not self.chunk_cache.serves(len(prompt.token_ids)):
             reason = "rope-length"
-        reports: tuple[ChunkReport, ...] = ()
-        recomputed = 0
+        if reason is None and prompt.chunks and sum(map(len, prompt.chunks)) < self.config.blend_min_tokens:
+            reason = "few-tokens"
+        assembled: Assembled | None = None
         if prompt.chunks and reason is None:
             with self.engine.session():
-                assembled = self.assemble(prompt, ratio, params.max_tokens)
+                assembled = self.assemble(prompt, ratio, params.max_tokens, policy)
                 decoded = self._decode(prompt, assembled, params, start)
-            reports, recomputed = assembled.reports, assembled.recomputed
         else:
             decoded = plain_generate(self.model, prompt.token_ids, params, start)
         tokens_by_status = Counter[str]()
+        reports = assembled.reports if assembled else ()
         for report in reports:
             tokens_by_status[report.status] += len(report.span)
         cached, filled = tokens_by_status["cached"], tokens_by_status["filled"]
@@ -217,15 +232,16 @@ class LLM:
             prompt_tokens=len(prompt.token_ids),
             cached_tokens=cached,
             filled_tokens=filled,
-            recomputed_tokens=recomputed,
+            recomputed_tokens=len(assembled.recomputed) if assembled else 0,
+            charged_ratio=assembled.charged_ratio if assembled else 0.0,
             prefilled_tokens=len(prompt.token_ids) - cached - filled,
             chunks=reports,
             fallback_reason=reason,
         )
 
-    def assemble(self, prompt: ChunkedPrompt, ratio: float, room: int = 0) -> Assembled:
-        """Put the request's KV together: chunks from the store, everything else computed in one pass, with
-        ``room`` tokens left for the answer. Call it inside ``engine.session()``."""
+    def assemble(self, prompt: ChunkedPrompt, ratio: float, room: int = 0, policy: Policy | None = None) -> Assembled:
+        """Put the request's KV together: chunks from the store, then everything else and what the policy picks
+        computed in one pass, with ``room`` tokens left for the answer. Call it inside ``engine.session()``."""
         engine, length = self.engine, len(prompt.token_ids)
         context = self.chunk_cache.context_of(prompt)
         usable = [span for span in prompt.chunks if self.chunk_cache.fits(len(span), context, length)]
@@ -243,11 +259,24 @@ class LLM:
                 reports[span] = ChunkReport(span, "filled", None, reason)
                 filled.add(entry.key)
         reused = ChunkedPrompt(prompt.token_ids, tuple(usable))
-        blended = list(policy_for_ratio(ratio)(reused))
-        positions = sorted({*reused.fresh_positions(), *blended})
-        logits = engine.forward([prompt.token_ids[i] for i in positions], positions, kv, length)
+        assembled = HFAssembled(reused, engine, kv, length)
+        selection = choose(policy or self._policy, assembled, ratio)
+        logits = engine.blend(reused, selection, kv, length)[-1]
+        return Assembled(
+            logits,
+            kv,
+            lambda so_far: engine.step(so_far, kv),
+            tuple(reports.values()),
+            selection.positions,
+            assembled.charged_ratio(selection),
+        )
 
-        return Assembled(logits, lambda so_far: engine.step(so_far, kv), tuple(reports.values()), len(blended))
+    def full_prefill(self, prompt: ChunkedPrompt, room: int = 0) -> Assembled:
+        """What :meth:`assemble` approximates: all tokens computed, nothing reused or stored."""
+        engine, length = self.engine, len(prompt.token_ids)
+        kv = RequestKV(engine.format, length + room, self.model.device)
+        logits = engine.forward(prompt.token_ids, range(length), kv, length)[-1]
+        return Assembled(logits, kv, lambda so_far: engine.step(so_far, kv))
 
     def _decode(self, prompt: ChunkedPrompt, assembled: Assembled, params: SamplingParams, start: float) -> Decoded:
         """Sample until a stop token or the limit."""

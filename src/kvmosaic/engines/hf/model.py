@@ -1,18 +1,21 @@
 """A transformers model as the chunk cache needs it: sparse forward, fill, remap."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, suppress
+from functools import cached_property, lru_cache
 
 import torch
 import xxhash
 from transformers import Cache, PreTrainedModel
 
+from kvmosaic.blend.base import Selection
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat
 from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.core.key import format_fingerprint
+from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.chunk_cache import KV
-from kvmosaic.engines.hf.attention import AttentionPlan, active_plan, positional_attention
+from kvmosaic.engines.hf.attention import AttentionPlan, Observer, active_plan, positional_attention
+from kvmosaic.engines.hf.narrowing import Narrowing, decoder_layers
 from kvmosaic.engines.hf.request_kv import CapturedKV, RequestKV
 from kvmosaic.engines.hf.rotary import find_tables, regime_of, rope_switches
 from kvmosaic.engines.rotary import LayerRotary, explain_layer, turns_for
@@ -30,6 +33,10 @@ def max_positions(model: PreTrainedModel) -> int | None:
     if limit is not None and rope.get("rope_type") == "dynamic":
         return int(limit * rope["factor"])
     return limit
+
+
+class _Enough(Exception):
+    """A probe has seen what it wanted to see."""
 
 
 class HFModel:
@@ -86,19 +93,62 @@ class HFModel:
         """Changes whenever weights are changed in place, by a training step for example."""
         return sum(parameter._version for parameter in self.model.parameters() if not parameter.is_inference())
 
-    def forward(self, tokens: Sequence[int], positions: Sequence[int], kv: RequestKV, length: int) -> torch.Tensor:
+    def forward(
+        self, tokens: Sequence[int], positions: Sequence[int], kv: RequestKV, length: int, last: int = 1
+    ) -> torch.Tensor:
         """The sparse forward: compute the tokens at ``positions`` (ascending) of a sequence of ``length``
-        tokens whose other KV is already in ``kv``. Returns the logits ``[vocab]`` after the last of them."""
+        tokens whose other KV is already in ``kv``. Returns the logits ``[last, vocab]`` after the last of them."""
         where = torch.tensor(list(positions), device=self.model.device)
         kv.expect(where, length)
-        return self._run([tokens], where[None], kv, AttentionPlan(where, length))[0, -1]
+        return self._run([tokens], where[None], kv, AttentionPlan(where, length), last)[0]
+
+    def blend(
+        self, prompt: ChunkedPrompt, selection: Selection, kv: RequestKV, length: int, last: int = 1
+    ) -> torch.Tensor:
+        """Compute the fresh tokens of ``prompt`` and those of ``selection``, in one pass; chunks' KV is in ``kv``.
+        Returns the logits ``[last, vocab]`` after the last tokens."""
+        fresh = set(prompt.fresh_positions())
+        positions = sorted(fresh.union(selection.positions))
+        tokens = [prompt.token_ids[position] for position in positions]
+        if not selection.checks:
+            return self.forward(tokens, positions, kv, length, last)
+        where = torch.tensor(positions, device=self.model.device)
+        kv.expect(where, length)
+        plan = AttentionPlan(where, length)
+        lasting = torch.tensor([position in fresh for position in positions], device=self.model.device)
+        with Narrowing(selection.checks, lasting, plan, kv).active(decoder_layers(self.model, self.format.layers)):
+            return self._run([tokens], where[None], kv, plan, last)[0]
+
+    def probe(
+        self,
+        prompt: ChunkedPrompt,
+        positions: Sequence[int],
+        kv: RequestKV,
+        length: int,
+        layer: int,
+        observe: Observer | None = None,
+    ) -> None:
+        """Compute the tokens at ``positions`` as :meth:`forward` does, but no further than the KV of ``layer``."""
+        where = torch.tensor(list(positions), device=self.model.device)
+        kv.expect(where, length)
+        plan = AttentionPlan(where, length)
+
+        def stop(index: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
+            if observe is not None:
+                observe(index, q, k, scale)
+            if index == layer:
+                raise _Enough
+
+        plan.observe = stop
+        with suppress(_Enough):
+            self._run([[prompt.token_ids[position] for position in positions]], where[None], kv, plan)
 
     def step(self, so_far: Sequence[int], kv: RequestKV) -> torch.Tensor:
         """Decode: compute the last of ``so_far``; logits ``[vocab]`` after it."""
         length = len(so_far)
         # Where longrope changes its table, keys turned by the old one are no good: compute all anew.
         start = 0 if rope_switches(self._tables, length) else length - 1
-        return self.forward(so_far[start:], range(start, length), kv, length)
+        return self.forward(so_far[start:], range(start, length), kv, length)[-1]
 
     def fill(self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int) -> list[KV]:
         """Canonical KV of each chunk, computed alone after ``context`` with the rotary tables of a prompt of
@@ -124,10 +174,20 @@ class HFModel:
         """Place ``entry`` at ``position`` of a prompt of ``length`` tokens."""
         remap(entry, kv.k, kv.v, position, turns_for([(entry, position)], length, self._rotary))
 
+    @cached_property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers whose attention reaches every earlier token."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        if kinds is not None:
+            return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
+        window = getattr(config, "sliding_window", None)
+        return () if window and window < (self.max_positions or window + 1) else tuple(range(self.format.layers))
+
     def _run(
-        self, rows: Sequence[Sequence[int]], positions: torch.Tensor, cache: Cache, plan: AttentionPlan
+        self, rows: Sequence[Sequence[int]], positions: torch.Tensor, cache: Cache, plan: AttentionPlan, last: int = 1
     ) -> torch.Tensor:
-        """One forward; ``positions`` is ``[1 or rows, tokens]``. Returns logits ``[rows, 1, vocab]``."""
+        """One forward; ``positions`` is ``[1 or rows, tokens]``. Returns logits ``[rows, last, vocab]``."""
         ids = torch.tensor([list(row) for row in rows], device=self.model.device)
         with active_plan(plan):
             return self.model(
@@ -135,7 +195,7 @@ class HFModel:
                 position_ids=positions.expand(len(rows), -1),
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=last,
             ).logits
 
     def _capture(self, rows: Sequence[Sequence[int]], start: int, length: int) -> CapturedKV:
@@ -209,7 +269,7 @@ class HFModel:
             where = torch.tensor(list(positions), device=self.model.device)
             kv.k.index_fill_(2, where, 1.5)
             kv.v.index_fill_(2, where, -2.5)
-            ours = self.forward([tokens[position] for position in positions], positions, kv, length)
+            ours = self.forward([tokens[position] for position in positions], positions, kv, length)[-1]
             difference = float((ours.float() - expected.float()).norm() / expected.float().norm())
             if not difference < (1e-3 if self.format.dtype == torch.float32 else 5e-2):
                 raise UnsupportedModelError(

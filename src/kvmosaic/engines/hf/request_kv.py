@@ -1,5 +1,6 @@
 """KV caches handed to a transformers model in place of its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class RequestKV(_PositionedCache):
         self.v = torch.empty(*shape, kv_format.v_dim, dtype=kv_format.dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._length = 0
+        self.on_write: Callable[[int, dict[str, torch.Tensor], dict[str, torch.Tensor]], None] | None = None
+        """Told each layer's index, its new K and V rows and those they replace, all ``[heads, rows, dim]``."""
 
     def expect(self, positions: torch.Tensor, length: int) -> None:
         """The next forward computes rows at ``positions`` and may see positions below ``length``."""
@@ -50,6 +53,9 @@ class RequestKV(_PositionedCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self.k[layer_idx], self.v[layer_idx]
+        if self.on_write is not None:
+            old = {"k": k[:, self._positions], "v": v[:, self._positions]}
+            self.on_write(layer_idx, {"k": key_states[0], "v": value_states[0]}, old)
         k.index_copy_(1, self._positions, key_states[0])
         v.index_copy_(1, self._positions, value_states[0])
         return k[None, :, : self._length], v[None, :, : self._length]

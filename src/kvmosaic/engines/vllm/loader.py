@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from kvmosaic.blend import policy_for_ratio
+from kvmosaic.blend import choose, policy_named
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
 from kvmosaic.core.key import ChunkKey, format_fingerprint
@@ -14,6 +16,7 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.chunk_cache import KV, ChunkCache
 from kvmosaic.engines.rotary import LayerRotary, explain_layer
+from kvmosaic.engines.vllm.assembled import VllmAssembled
 from kvmosaic.engines.vllm.blocks import BackendBlocks, KernelBlocks, Part, RequestBlocks
 from kvmosaic.engines.vllm.messages import ChunkLoad, RankReport
 from kvmosaic.engines.vllm.metrics import ChunkStats, CountName
@@ -27,6 +30,9 @@ logger = logging.getLogger(__name__)
 ANY_LENGTH = 0
 """vLLM's rotary tables, and so its keys, do not depend on a prompt's length."""
 
+REMEMBERED_SELECTIONS = 4096
+"""For so many prompts it is remembered which tokens were blended."""
+
 
 class _Piece(NamedTuple):
     """A part of a prompt whose KV may be in the store."""
@@ -35,6 +41,30 @@ class _Piece(NamedTuple):
     tokens: tuple[int, ...]
     context: tuple[int, ...]
     key: ChunkKey
+
+
+class _Brought(NamedTuple):
+    """What stands in a request's blocks."""
+
+    spans: list[Span]
+    """All of it, ascending."""
+    moves: list[tuple[ChunkKV, int]]
+    """The chunks among it, and where they stand."""
+    new_tail: list[_Piece]
+    """The end of the system prompt, if it is still to be computed and stored."""
+
+    def ends(self) -> list[tuple[int, int]]:
+        """Start and end of each chunk."""
+        return [(at, at + len(entry.tokens)) for entry, at in self.moves]
+
+
+@dataclass
+class _Rest:
+    """What is left to compute of a request before its question."""
+
+    rows: list[Row]
+    tail: list[_Piece] = field(default_factory=list)
+    """The end of the system prompt, to be stored once it is computed; in the first row."""
 
 
 class ChunkLoader:
@@ -56,8 +86,10 @@ class ChunkLoader:
         self._forward = forward
         self._ranks = ranks
         self._scratch: Sequence[Sequence[int]] = [range(1, 9) for _ in forward.block_sizes]  # block 0 is never used
-        rotary = self._measure(network)
+        self._rotary = rotary = self._measure(network)
         self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary) or BackendBlocks(forward, rotary)
+        self._selections: dict[bytes, tuple[int, ...]] = {}
+        """What policies chose for the latest prompts."""
         self._fingerprint = format_fingerprint(
             columns=[layer.columns if layer else None for layer in rotary], **identity
         )
@@ -88,27 +120,32 @@ class ChunkLoader:
             self.stats.level("tier_bytes", name, nbytes)
         return self.stats.take()
 
-    def load(self, load: ChunkLoad) -> None:
-        """Bring positions ``load.first`` up to the question of one request into its blocks. Whatever goes wrong with
-        its chunks, on any rank, it is prefilled as plain vLLM would."""
-        try:
-            reused, new_tail = self._bring(load)
-            fine = True
-        except Exception:
-            logger.exception("could not load the chunks of request %s; it is prefilled instead", load.request_id)
-            fine = False
-        if self._ranks.all_have([fine])[0]:
-            with self.timer.stage("fresh"):
-                self._compute_rest(load, reused, new_tail)
-        else:
-            self._count("fallbacks", "load-error")
-            # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
-            end = load.prompt.question.start
-            self._forward.run([Row(load.prompt.token_ids[load.first : end], load.first, load.blocks)])
+    def load(self, loads: Sequence[ChunkLoad]) -> None:
+        """Bring positions ``load.first`` up to the question of each request into its blocks. Whatever goes wrong with
+        a request's chunks, on any rank, it is prefilled as plain vLLM would."""
+        rests = [self._assemble(load) for load in loads]
+        with self.timer.stage("blend"):
+            self._compute(rests)
 
-    def _bring(self, load: ChunkLoad) -> tuple[list[Span], list[_Piece]]:
-        """Find or fill what the store can give and put it in place. What that is, and the end of the system prompt if
-        it is still to be stored."""
+    def _assemble(self, load: ChunkLoad) -> _Rest:
+        """Put in place what the store can give; what is left to compute."""
+        # Pinned, so that no other thread puts anything in their place before the GPU was told to read them.
+        with ExitStack() as pins:
+            try:
+                brought = self._bring(load, pins)
+            except Exception:
+                logger.exception("could not load the chunks of request %s; it is prefilled instead", load.request_id)
+                brought = None
+            if self._ranks.all_have([brought is not None])[0]:
+                assert brought is not None
+                return self._choose(load, brought)
+        self._count("fallbacks", "load-error")
+        # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
+        end = load.prompt.question.start
+        return _Rest([Row(load.prompt.token_ids[load.first : end], load.first, load.blocks)])
+
+    def _bring(self, load: ChunkLoad, pins: ExitStack) -> _Brought:
+        """Find or fill what the store can give and put it in place."""
         prompt = load.prompt
         context = self.cache.context_of(prompt)
         chunks = [
@@ -117,19 +154,80 @@ class ChunkLoader:
             if span.end > load.first
         ]
         tail = self._system_tail(load)
-        # Pinned, so that no other thread puts anything in their place before the GPU was told to read them.
-        with self.cache.store.pin([piece.key for piece in (*chunks, *tail)]):
-            with self.timer.stage("lookup"):
-                entries = self._find(chunks, tail)
-            missing = {piece.key: piece for piece in chunks if piece.key not in entries}
+        pins.enter_context(self.cache.store.pin([piece.key for piece in (*chunks, *tail)]))
+        with self.timer.stage("lookup"):
+            entries = self._find(chunks, tail)
+        missing = {piece.key: piece for piece in chunks if piece.key not in entries}
+        if missing:
             with self.timer.stage("fill"):
                 entries |= self._fill(list(missing.values()), load)
-            usable = [piece for piece in (*tail, *chunks) if piece.key in entries]
-            with self.timer.stage("remap"):
-                self._blocks.place(
-                    [(entries[piece.key], piece.span.start) for piece in usable], load.blocks, load.first
-                )
-        return [piece.span for piece in usable], [piece for piece in tail if piece not in usable]
+        usable = [piece for piece in (*tail, *chunks) if piece.key in entries]
+        with self.timer.stage("remap"):
+            self._blocks.place([(entries[piece.key], piece.span.start) for piece in usable], load.blocks, load.first)
+        moves = [(entries[piece.key], piece.span.start) for piece in chunks if piece.key in entries]
+        return _Brought([piece.span for piece in usable], moves, [piece for piece in tail if piece not in usable])
+
+    def _choose(self, load: ChunkLoad, brought: _Brought) -> _Rest:
+        """What no entry brought, and what the policy picks, to be computed in sight of everything before it."""
+        prompt = load.prompt
+        fresh: set[int] = set()
+        at = load.first
+        for span in (*brought.spans, Span(prompt.question.start, prompt.question.start)):
+            fresh.update(range(at, span.start))
+            at = max(at, span.end)
+        rest = _Rest(self._rows(load, fresh), brought.new_tail)
+        self._count("tokens", "fresh", len(fresh))
+        moved = sum(entry_end - max(start, load.first) for start, entry_end in brought.ends())
+        blended = self._selected(load, brought, rest)
+        self._count("tokens", "recomputed", len(blended))
+        self._count("tokens", "reused", moved - len(blended))
+        rest.rows = self._rows(load, blended | fresh if rest.rows else blended)
+        return rest
+
+    def _selected(self, load: ChunkLoad, brought: _Brought, rest: _Rest) -> set[int]:
+        """The policy's choice, which is made once for a prompt: vLLM's prefix cache may bring back a part of what was
+        blended, and the rest has to be what it was."""
+        digest = load.blend_digest()
+        if digest not in self._selections:
+            spans = tuple(Span(start, end) for start, end in brought.ends())
+
+            def compute_fresh() -> None:
+                with self.timer.stage("blend"):
+                    self._compute([rest])
+                rest.rows, rest.tail = [], []
+
+            assembled = VllmAssembled(
+                ChunkedPrompt(load.prompt.token_ids, spans),
+                brought.moves,
+                [(*row, *load.spare) for row in load.blocks],
+                self._forward,
+                self._rotary,
+                self._ranks,
+                compute_fresh,
+            )
+            with self.timer.stage("probe"):
+                self._selections[digest] = choose(policy_named(load.policy), assembled, load.ratio).positions
+            while len(self._selections) > REMEMBERED_SELECTIONS:
+                del self._selections[next(iter(self._selections))]
+        return {position for position in self._selections[digest] if position >= load.first}
+
+    @staticmethod
+    def _rows(load: ChunkLoad, positions: set[int]) -> list[Row]:
+        return [Row(load.prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(sorted(positions))]
+
+    def _compute(self, rests: Sequence[_Rest]) -> None:
+        """Run all that is left of some requests in one go."""
+        rows: list[Row] = []
+        parts: list[Part] = []
+        for rest in rests:
+            # The end of the system prompt is in the first row: nothing before it is computed.
+            parts += [Part(len(rows), piece.span.start, piece.span.end) for piece in rest.tail]
+            rows += rest.rows
+        if not rows:
+            return
+        pieces = [piece for rest in rests for piece in rest.tail]
+        for piece, (k, v) in zip(pieces, self._blocks.compute(rows, parts), strict=True):
+            self.cache.store.put(ChunkKV.from_kv(piece.key, piece.tokens, piece.context, k, v))
 
     def _system_tail(self, load: ChunkLoad) -> list[_Piece]:
         """The system tokens behind the last full block. vLLM's prefix cache has full blocks alone; with these few in
@@ -181,28 +279,6 @@ class ChunkLoader:
         self._count("chunks_filled", "", len(entries))
         self._count("tokens", "filled", sum(len(entry.tokens) for entry in entries))
         return {entry.key: entry for entry in entries}
-
-    def _compute_rest(self, load: ChunkLoad, reused: Sequence[Span], tail: Sequence[_Piece]) -> None:
-        """Compute what no entry brought, and what the policy picked, in sight of everything before it."""
-        prompt = load.prompt
-        in_chunks = tuple(span for span in reused if span.start >= prompt.system.end)
-        chosen = policy_for_ratio(load.ratio)(ChunkedPrompt(prompt.token_ids, in_chunks))
-        blended = {position for position in chosen if position >= load.first}
-        fresh: set[int] = set()
-        at = load.first
-        for span in (*reused, Span(prompt.question.start, prompt.question.start)):
-            fresh.update(range(at, span.start))
-            at = max(at, span.end)
-        rows = [Row(prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(sorted(fresh | blended))]
-        moved = sum(span.end - max(span.start, load.first) for span in in_chunks)
-        self._count("tokens", "recomputed", len(blended))
-        self._count("tokens", "fresh", len(fresh))
-        self._count("tokens", "reused", moved - len(blended))
-        if not rows:
-            return
-        parts = [Part(0, piece.span.start, piece.span.end) for piece in tail]
-        for piece, (k, v) in zip(tail, self._blocks.compute(rows, parts), strict=True):
-            self.cache.store.put(ChunkKV.from_kv(piece.key, piece.tokens, piece.context, k, v))
 
     def _count(self, name: CountName, label: str, amount: int = 1) -> None:
         """All ranks do the same for a request; one of them counts."""

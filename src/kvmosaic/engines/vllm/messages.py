@@ -1,5 +1,6 @@
 """What the scheduler's process and the workers' tell each other, once per step."""
 
+import hashlib
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -22,6 +23,15 @@ class ChunkLoad:
     """The request's block ids, per KV cache group."""
     shared: bool
     """Whether other requests may find what is stored for this one; not if it came with a ``cache_salt``."""
+    policy: str
+    """Name and options of the policy that chooses what is recomputed."""
+    spare: tuple[int, ...]
+    """Blocks behind the request's own, to be used for the question while it is probed and not a step longer."""
+
+    def blend_digest(self) -> bytes:
+        """Everything that a policy's choice depends on."""
+        text = repr((self.prompt, self.ratio, self.policy))
+        return hashlib.sha256(text.encode()).digest()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from kvmosaic.core.errors import PromptError
 
@@ -14,6 +14,7 @@ class RequestParameters(BaseModel):
 
     chunk_cache: StrictBool = True
     recompute_ratio: StrictFloat | StrictInt | None = Field(None, ge=0, le=1)
+    policy: StrictStr | None = None
     boundaries: list[tuple[StrictInt, StrictInt]] | None = None
     report: StrictBool = False
 

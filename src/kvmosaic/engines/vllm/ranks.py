@@ -15,14 +15,23 @@ class Ranks:
     def __init__(self, model_config: Any) -> None:
         self._group = get_tp_group()
         self.rank: int = self._group.rank_in_group
+        self.count: int = self._group.world_size
         self.heads = head_range(self.rank, self._group.world_size, model_config.get_total_num_kv_heads())
         """This rank's KV heads, as part of its keys."""
 
     def all_have(self, mine: Sequence[bool]) -> list[bool]:
         """Which of these every rank has: called by all with the same things in the same order. Ranks evict and fail
         on their own, but must compute the same tokens."""
-        if self._group.world_size == 1:
+        if self.count == 1:
             return list(mine)
         votes = torch.tensor(mine, dtype=torch.int32)
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group.cpu_group)
         return votes.bool().tolist()
+
+    def sum(self, mine: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, on the CPU, the same to the bit on all of them."""
+        total = mine.cpu()
+        if self.count > 1:
+            torch.distributed.all_reduce(total, group=self._group.cpu_group)
+            torch.distributed.broadcast(total, self._group.ranks[0], group=self._group.cpu_group)
+        return total

@@ -6,9 +6,10 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kvmosaic.blend import policy_for_ratio
+from kvmosaic.blend import Policy, policy_named
+from kvmosaic.blend.base import PROBE_TOKENS
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.core.errors import ConfigError, KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
@@ -32,6 +33,7 @@ class _Plan:
 
     prompt: ChunkedPrompt
     ratio: float
+    policy: str
     digests: tuple[bytes, ...]
     """Content hash of each chunk."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class ChunkScheduler:
         hash_block_size: int,
         ranks: int,
         engine_id: str,
+        step_tokens: int,
     ) -> None:
         self._config = config
         self._parser = parser
@@ -69,6 +72,13 @@ class ChunkScheduler:
         """Why requests with chunks are served plainly, while they run."""
         self._engine_id = engine_id
         self._work = StepWork(engine_id)
+        self._step_tokens = step_tokens
+        self._tokens_in_step = 0
+        """About how many tokens the coming step computes for chunks, beside vLLM's own."""
+        self.pool: Any = None
+        """vLLM's pool of blocks, from which a step may borrow."""
+        self._borrowed: list[Any] = []
+        policy_served(config.policy)
         self.stats = ChunkStats()
 
     def add(self, request: Any) -> None:
@@ -81,8 +91,12 @@ class ChunkScheduler:
             self.stats.count("requests", "plain")
             return
         self._plans[request.request_id] = plan
-        salt = f"{plan.ratio}|{plan.prompt.chunks}".encode()
-        salt_block_hashes(request, plan.prompt.chunks[0].start // self._hash_block_size, salt)
+        salt = repr((plan.ratio, plan.prompt.chunks))
+        if 0 < plan.ratio < 1:
+            # What is recomputed depends on the policy and, with most, on the question.
+            asks = policy_named(plan.policy).asks_question
+            salt += repr((plan.policy, plan.prompt.tokens_of(plan.prompt.question) if asks else None))
+        salt_block_hashes(request, plan.prompt.chunks[0].start // self._hash_block_size, salt.encode())
 
     def matched_tokens(self, request: Any, num_local: int) -> int | None:
         """Tokens after the first ``num_local`` that the worker brings: everything up to the question. ``None`` while
@@ -104,6 +118,8 @@ class ChunkScheduler:
             if slow:
                 self._work.fetches.append(ChunkFetch(request.request_id, tuple(slow.items())))
         if plan.waiting_for is not None and not plan.waiting_for:
+            if self._tokens_in_step and self._tokens_in_step + self._cost(plan, num_local) > self._step_tokens:
+                return None  # the next step has room: others' decoding must not wait for many blends at once
             return external  # it may still have to wait for blocks, which is nobody's fault
         if plan.deadline is None:
             plan.deadline = time.monotonic() + PATIENCE_SECONDS
@@ -124,8 +140,20 @@ class ChunkScheduler:
             assert local % self._block_size == 0
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
             shared = request.cache_salt is None
-            load = ChunkLoad(request.request_id, plan.prompt, plan.digests, plan.ratio, local, ids, shared)
-            self._work.loads.append(load)
+            self._work.loads.append(
+                ChunkLoad(
+                    request.request_id,
+                    plan.prompt,
+                    plan.digests,
+                    plan.ratio,
+                    local,
+                    ids,
+                    shared,
+                    plan.policy,
+                    self._borrow(plan, len(ids[0])),
+                )
+            )
+            self._tokens_in_step += self._cost(plan, local)
         elif plan.waiting_for is not None:
             self._work.released.append(request.request_id)
         plan.waiting_for = plan.deadline = None  # if it is preempted and comes back, it asks anew
@@ -133,11 +161,34 @@ class ChunkScheduler:
     def take_work(self, step: Any) -> StepWork:
         """The workers' part of ``step``, the ``SchedulerOutput`` being built."""
         self._tables.follow(step)
+        if self._borrowed:  # whoever gets them next writes them in a later step
+            self.pool.free_blocks(self._borrowed)
+        self._borrowed, self._tokens_in_step = [], 0
         work, self._work = self._work, StepWork(self._engine_id)
         if work.loads:
             unwritten = self._tables.written_by(step)
             work.loads = [self._start_before(unwritten, load) for load in work.loads]
         return work
+
+    def _cost(self, plan: _Plan, local: int) -> int:
+        """About how many tokens are computed to bring what follows the first ``local`` tokens."""
+        chunks = [(span, digest) for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)]
+        missing = sum(len(span) for span, digest in chunks if self._catalog.tier(digest) is None)
+        reused = sum(len(span) for span, _ in chunks if span.end > local)
+        return max(0, plan.prompt.system.end - local) + missing + int(plan.ratio * reused)
+
+    def _borrow(self, plan: _Plan, owned: int) -> tuple[int, ...]:
+        """Blocks for the part of the question that is probed, where the step does not compute all of it itself."""
+        if not 0 < plan.ratio < 1 or not policy_named(plan.policy).asks_question:
+            return ()
+        question = plan.prompt.question
+        end = min(question.end, question.start + PROBE_TOKENS)
+        lacking = max(0, -(-end // self._block_size) - owned)
+        if lacking > self.pool.get_num_free_blocks():
+            return ()
+        blocks = self.pool.get_new_blocks(lacking) if lacking else []
+        self._borrowed += blocks
+        return tuple(block.block_id for block in blocks)
 
     def _start_before(self, unwritten: set[int], load: ChunkLoad) -> ChunkLoad:
         """The load, made to compute also what vLLM's prefix cache has in name only until this step's forward."""
@@ -188,7 +239,8 @@ class ChunkScheduler:
                 return None
             prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
             ratio = self._config.recompute_ratio if params.recompute_ratio is None else float(params.recompute_ratio)
-            policy_for_ratio(ratio)
+            policy = self._config.policy if params.policy is None else params.policy
+            policy_served(policy)
         except KvmosaicError as error:
             logger.warning("request %s is served without the chunk cache: %s", request.request_id, error)
             return "bad-parameters"
@@ -209,7 +261,9 @@ class ChunkScheduler:
             # Who asks to be kept apart from others in vLLM's prefix cache is kept apart here.
             salt = request.cache_salt.encode()
             digests = tuple(hashlib.sha256(salt + digest).digest()[: len(digest)] for digest in digests)
-        return _Plan(prompt, ratio, digests)
+        if sum(map(len, prompt.chunks)) < self._config.blend_min_tokens:
+            return "few-tokens"
+        return _Plan(prompt, ratio, policy, digests)
 
     def _account(self, request: Any, plan: _Plan, local: int) -> None:
         """Note what is about to be reused, for the request's report and the metrics."""
@@ -230,3 +284,13 @@ class ChunkScheduler:
             "reused_tokens": int(reused),
             "chunks": [asdict(chunk) for chunk in chunks],
         }
+
+
+def policy_served(spec: str) -> Policy:
+    """The policy of that name, if vLLM can do what it asks for."""
+    policy = policy_named(spec)
+    if policy.narrows:
+        raise ConfigError(
+            f"policy {spec}: sets that shrink from layer to layer need the embedded engine; give one layer"
+        )
+    return policy

@@ -6,8 +6,9 @@ each token sees exactly the positions at or before its own: fresh where selected
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -35,6 +36,13 @@ class Row(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+
+Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class _Enough(Exception):
+    """A probe has seen what it wanted to see."""
 
 
 class SparseForward:
@@ -76,6 +84,45 @@ class SparseForward:
             parts.append([torch.stack([recorded[layer.layer_name][i] for layer in self.layers]) for i in (0, 1)])
         k, v = (torch.cat([part[i] for part in parts], dim=1) for i in (0, 1))
         return k, v
+
+    def probe(self, rows: Sequence[Row], layer: int, observe: Observer) -> None:
+        """Compute rows no further than the K and V of ``layer``, which are written, too. ``observe`` is told, pass
+        by pass, each layer's index, queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
+        index_of = {each.layer_name: index for index, each in enumerate(self.layers)}
+        slots: list[torch.Tensor] = []
+
+        def note(module: Any, inputs: tuple[Any, ...]) -> None:
+            index = index_of[module.layer_name]
+            q, k, v = inputs[:3]
+            q = q.reshape(-1, module.num_heads, module.head_size)
+            k, v = (
+                k.reshape(-1, module.num_kv_heads, module.head_size),
+                v.reshape(-1, module.num_kv_heads, module.head_size_v),
+            )
+            observe(index, q, k, v)
+            if index == layer:
+                self.write(module, k, v, slots)
+                raise _Enough
+
+        handles = [each.register_forward_pre_hook(note) for each in self.layers[: layer + 1]]
+        try:
+            for batch in self._passes(rows):
+                parts = [
+                    self.slots(torch.arange(row.start, row.end, device=self.device), row.blocks) for row in batch
+                ]
+                slots[:] = [torch.cat(group) for group in zip(*parts, strict=True)]
+                with suppress(_Enough):
+                    self._forward(batch, hooked=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @cached_property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers whose attention reaches every earlier token."""
+        return tuple(
+            index for index, layer in enumerate(self.layers) if getattr(layer, "sliding_window", None) is None
+        )
 
     def write(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """Store K and V ``[tokens, heads, dim]`` of one layer; the backend packs them as it likes."""

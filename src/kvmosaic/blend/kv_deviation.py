@@ -1,0 +1,69 @@
+"""CacheBlend: tokens whose K or V changes most in sight of the whole prompt."""
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from kvmosaic.blend.base import AssembledPrompt, Check, Part, Policy, Selection
+from kvmosaic.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class KVDeviation(Policy):
+    """All tokens are computed up to the first of the ``layers``, where those that deviate most are chosen. At each
+    further layer fewer of them go on: ``shrink`` times as many as would be left if all layers had the same number."""
+
+    name: ClassVar[str] = "kv-deviation"
+    part: Part = "k"
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = (1,)
+    shrink: Annotated[float, Field(ge=1)] = 2.0
+    threshold: Annotated[float, Field(ge=0)] = 0.0
+    """Choose only tokens whose squared distance is at least this many times the mean one."""
+    unit: Literal["token", "document"] = "token"
+    """``document``: whole chunks by their mean, then the best run of the next one."""
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise ConfigError(f"kv-deviation: layers={self.layers} must be ascending, and at least one")
+
+    @property
+    def narrows(self) -> bool:
+        return len(self.layers) > 1
+
+    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+        if self.layers[-1] >= assembled.num_layers - 1:
+            raise ConfigError(f"kv-deviation: layer {self.layers[-1]} is not below the model's last one")
+        distance = assembled.deviation(self.layers[0], self.part).cpu()
+        # Shrinking sets: so many at first that all layers together cost what the ratio allows.
+        bounds = [*(layer + 1 for layer in self.layers[1:]), assembled.num_layers]
+        shares = [self.shrink ** (len(self.layers) - 1 - step) for step in range(len(self.layers))]
+        cost = sum(share * (end - begin) for share, begin, end in zip(shares, [0, *bounds[:-1]], bounds, strict=True))
+        unit = assembled.affordable(ratio, cost / assembled.num_layers)
+        counts = [min(assembled.chunk_tokens, int(unit * share)) for share in shares]
+        if self.unit == "document":
+            chosen = whole_documents(distance, assembled, counts[0])
+        else:
+            chosen = torch.zeros(len(distance), dtype=torch.bool)
+            chosen[distance.topk(counts[0]).indices] = True
+        if self.threshold:
+            chosen &= distance >= self.threshold * distance.mean()
+        checks = tuple(Check(layer, keep, self.part) for layer, keep in zip(self.layers[1:], counts[1:], strict=True))
+        return Selection(tuple(assembled.positions()[chosen].tolist()), checks)
+
+
+def whole_documents(distance: torch.Tensor, assembled: AssembledPrompt, count: int) -> torch.Tensor:
+    """``[chunk tokens]`` bool: the chunks with the highest mean, one by one, and of the one that no longer fits the
+    run that has most."""
+    chosen = torch.zeros(len(distance), dtype=torch.bool)
+    parts = torch.split(distance, [len(span) for span in assembled.prompt.chunks])
+    starts = torch.tensor([0, *map(len, parts)]).cumsum(0)
+    for index in sorted(range(len(parts)), key=lambda index: -float(parts[index].mean())):
+        length = min(count, len(parts[index]))
+        if length == 0:
+            break
+        best = int(parts[index].unfold(0, length, 1).sum(1).argmax())
+        chosen[int(starts[index]) + best : int(starts[index]) + best + length] = True
+        count -= length
+    return chosen

@@ -1,0 +1,52 @@
+"""What the question looks at."""
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
+from kvmosaic.blend.spans import best_spans
+
+FIRST_PART, LAST_PART = 0.45, 0.75
+"""Middle layers, as parts of the model's depth: earlier ones look at words, later ones at the answer."""
+
+
+@dataclass(frozen=True)
+class QueryAttention(Policy):
+    """Runs of ``span`` tokens that the question attends to most, at ``layers`` of the middle ones."""
+
+    name: ClassVar[str] = "query-attention"
+    asks_question: ClassVar[bool] = True
+    span: Annotated[int, Field(ge=1)] = 16
+    layers: Annotated[int, Field(ge=1)] = 3
+
+    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+        probed = middle_layers(assembled, self.layers)
+        if not probed:
+            return Selection()
+        scores = question_scores(assembled, probed)
+        chosen = best_spans(scores, assembled, assembled.affordable(ratio), self.span)
+        return Selection(tuple(assembled.positions()[chosen].tolist()))
+
+
+def middle_layers(assembled: AssembledPrompt, count: int) -> list[int]:
+    """At most ``count`` middle layers with full attention, evenly spread; the nearest where none is in the middle,
+    none where no layer sees the whole prompt."""
+    if not assembled.full_layers:
+        return []
+    first, last = FIRST_PART * assembled.num_layers, LAST_PART * assembled.num_layers
+    middle = [layer for layer in assembled.full_layers if first <= layer <= last]
+    if not middle:
+        return [min(assembled.full_layers, key=lambda layer: abs(layer - (first + last) / 2))]
+    step = max(1.0, len(middle) / count)
+    return [middle[int((index + 0.5) * step)] for index in range(min(count, len(middle)))]
+
+
+def question_scores(assembled: AssembledPrompt, layers: list[int]) -> torch.Tensor:
+    """``[chunk tokens]``: norm over the question's tokens of their attention, averaged over layers. A norm favours
+    what some word of the question looks at closely over what all of it glances at."""
+    weights: torch.Tensor = assembled.question_attention(layers)
+    norms: torch.Tensor = torch.linalg.vector_norm(weights, dim=1)
+    return norms.mean(0).cpu()

@@ -1,0 +1,21 @@
+"""Tokens by lot: what every other policy has to beat."""
+
+from typing import ClassVar
+
+import torch
+from pydantic.dataclasses import dataclass
+
+from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
+
+
+@dataclass(frozen=True)
+class RandomTokens(Policy):
+    """The same tokens for the same prompt and seed."""
+
+    name: ClassVar[str] = "random"
+    seed: int = 0
+
+    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+        lot = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(assembled.chunk_tokens, generator=lot)[: assembled.affordable(ratio)]
+        return Selection(tuple(assembled.positions()[order].sort().values.tolist()))

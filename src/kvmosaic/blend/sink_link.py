@@ -1,0 +1,32 @@
+"""The first tokens of every chunk."""
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
+
+
+@dataclass(frozen=True)
+class SinkLink(Policy):
+    """Computed alone, the first tokens of a chunk became attention sinks; in the prompt they are none. ``k`` tokens
+    of every chunk, or with 0 as many as the ratio allows."""
+
+    name: ClassVar[str] = "sink-link"
+    k: Annotated[int, Field(ge=0)] = 0
+
+    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+        chosen = first_tokens(assembled, assembled.affordable(ratio), self.k or None)
+        return Selection(tuple(assembled.positions()[chosen].tolist()))
+
+
+def first_tokens(assembled: AssembledPrompt, count: int, most: int | None = None) -> torch.Tensor:
+    """``[chunk tokens]`` bool: ``count`` tokens, equally many from the start of every chunk where it has them, but
+    not more than ``most`` of one. Left-overs go to the first chunks."""
+    place = torch.cat([torch.arange(len(span)) for span in assembled.prompt.chunks])
+    order = torch.argsort(place, stable=True)[:count]
+    chosen = torch.zeros(len(place), dtype=torch.bool)
+    chosen[order] = True
+    return chosen if most is None else chosen & (place < most)

@@ -1,0 +1,84 @@
+"""What a policy sees of a request in vLLM."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, Part
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.core.rotation import rotate_
+from kvmosaic.engines.rotary import LayerRotary, turns_for
+from kvmosaic.engines.vllm.ranks import Ranks
+from kvmosaic.engines.vllm.sparse import Row, SparseForward
+from kvmosaic.kernels.scores import attention_weights
+
+
+class VllmAssembled(AssembledPrompt):
+    """Probes run through the sparse forward and stop at the last layer they need. K and V of chunks are read from
+    their entries: blocks may be packed as only the backend knows."""
+
+    def __init__(
+        self,
+        prompt: ChunkedPrompt,
+        moves: Sequence[tuple[ChunkKV, int]],
+        blocks: Sequence[Sequence[int]],
+        forward: SparseForward,
+        rotary: Sequence[LayerRotary | None],
+        ranks: Ranks,
+        compute_fresh: Callable[[], None],
+    ) -> None:
+        """``blocks`` also cover the question that is probed; ``compute_fresh`` computes the tokens in no chunk before
+        it, if that was not done yet."""
+        super().__init__(prompt, len(forward.layers), forward.full_layers)
+        assert [at for _, at in moves] == [span.start for span in prompt.chunks]
+        # When vLLM was too short of blocks to lend some, fewer tokens are asked.
+        self.probe = Span(self.probe.start, min(self.probe.end, len(blocks[0]) * forward.block_sizes[0]))
+        assert self.probe
+        self._moves = moves
+        self._turned = turns_for(moves, 0, rotary)
+        self._blocks = blocks
+        self._forward = forward
+        self._ranks = ranks
+        self._compute_fresh = compute_fresh
+
+    def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
+        self._compute_fresh()
+        weights: list[torch.Tensor] = []
+
+        def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            if index in layers:
+                asking = q[-min(QUERY_TOKENS, len(self.probe)) :].transpose(0, 1)
+                scale = self._forward.layers[index].impl.scale
+                weights.append(attention_weights(asking, self._reused(index, "k"), scale))
+
+        self._forward.probe([self._row(self.probe.start, self.probe.end)], layers[-1], observe)
+        self.charged += len(self.probe) * (layers[-1] + 1)
+        heads = self._forward.layers[0].num_heads * self._ranks.count
+        return self._ranks.sum(torch.stack(weights)) / heads
+
+    def deviation(self, layer: int, part: Part) -> torch.Tensor:
+        self._compute_fresh()
+        fresh: list[torch.Tensor] = []
+
+        def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            if index == layer:
+                fresh.append((k if part == "k" else v).transpose(0, 1).clone())
+
+        self._forward.probe([self._row(span.start, span.end) for span in self.prompt.chunks], layer, observe)
+        self.charged += self.chunk_tokens * (layer + 1)
+        distance = torch.cat(fresh, dim=1).float() - self._reused(layer, part).float()
+        return self._ranks.sum(distance.square().sum((0, 2)))
+
+    def _row(self, start: int, end: int) -> Row:
+        return Row(self.prompt.token_ids[start:end], start, self._blocks)
+
+    def _reused(self, layer: int, part: Part) -> torch.Tensor:
+        """K or V of the chunk tokens at one layer, turned to their places: ``[kv_heads, chunk tokens, dim]``."""
+        rows = torch.cat(
+            [getattr(entry, part)[:, layer].to(self._forward.device) for entry, _ in self._moves], dim=1
+        ).contiguous()
+        turn = self._turned[layer]
+        if turn is not None and turn.columns.part == part:
+            rotate_(rows, turn.turn, turn.columns)
+        return rows

@@ -1,0 +1,127 @@
+"""How policies spend what they may spend, on random prompts and scores."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmosaic.blend import AssembledPrompt, Selection, choose, policy_named
+from kvmosaic.blend.base import Check
+from kvmosaic.blend.kv_deviation import whole_documents
+from kvmosaic.blend.query_attention import middle_layers
+from kvmosaic.blend.sink_link import first_tokens
+from kvmosaic.blend.spans import best_spans
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+
+
+class Drawn(AssembledPrompt):
+    """A prompt whose probes give random numbers."""
+
+    def __init__(self, lengths, system, question, layers, full, seed):
+        spans, at = [], system
+        for length in lengths:
+            spans.append(Span(at, at + length))
+            at += length
+        super().__init__(ChunkedPrompt(tuple(range(at + question)), tuple(spans)), layers, full)
+        self.lot = torch.Generator().manual_seed(seed)
+
+    def question_attention(self, layers):
+        assert list(layers) == sorted(set(layers))
+        assert set(layers) <= set(self.full_layers)
+        self.charged += len(self.probe) * (layers[-1] + 1)
+        weights = torch.rand(len(layers), len(self.probe), self.chunk_tokens, generator=self.lot)
+        return weights / weights.sum(-1, keepdim=True)
+
+    def deviation(self, layer, part):
+        self.charged += self.chunk_tokens * (layer + 1)
+        return torch.rand(self.chunk_tokens, generator=self.lot)
+
+
+@st.composite
+def prompts(draw):
+    layers = draw(st.integers(10, 40))
+    full = [layer for layer in range(layers) if draw(st.booleans())]
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=9))
+    return Drawn(
+        lengths, draw(st.integers(0, 20)), draw(st.integers(1, 300)), layers, full, draw(st.integers(0, 2**31))
+    )
+
+
+SPECS = st.sampled_from(
+    ["random", "sink-link", "sink-link(k=3)", "query-attention", "query-attention(span=1)", "composite",
+     "composite(link=0)", "composite(link=1)", "kv-deviation", "kv-deviation(unit=document)",
+     "kv-deviation(part=v, layers=0+3+7)", "kv-deviation(threshold=1.5)"]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(prompts(), SPECS, st.floats(0.01, 0.99))
+def test_a_choice_is_chunk_tokens_in_order_within_the_ratio(prompt, spec, ratio):
+    selection = choose(policy_named(spec), prompt, ratio)
+    inside = set(prompt.positions().tolist())
+    assert set(selection.positions) <= inside
+    assert list(selection.positions) == sorted(set(selection.positions))
+    spent = selection.layer_tokens(prompt.num_layers)
+    allowed = ratio * prompt.num_layers * prompt.chunk_tokens
+    assert spent + prompt.charged <= max(allowed, prompt.charged) + 1e-6
+    if spec in ("random", "sink-link", "composite", "kv-deviation"):
+        assert allowed - prompt.charged - spent < prompt.num_layers or prompt.charged > allowed  # all of it is spent
+
+
+@given(prompts(), st.integers(0, 400), st.integers(1, 33), st.randoms())
+def test_best_spans(prompt, count, width, lot):
+    scores = torch.tensor([lot.random() for _ in range(prompt.chunk_tokens)])
+    chosen = best_spans(scores, prompt, count, width)
+    assert int(chosen.sum()) == min(count, prompt.chunk_tokens)
+    begin, means = 0, []
+    for span in prompt.prompt.chunks:
+        for start in range(begin, begin + len(span), width):
+            end = min(start + width, begin + len(span))
+            means.append((float(scores[start:end].mean()), float(chosen[start:end].float().mean())))
+        begin += len(span)
+    whole = [mean for mean, share in means if share == 1]
+    none = [mean for mean, share in means if share == 0]
+    assert sum(0 < share < 1 for _, share in means) <= 1
+    assert not whole or not none or min(whole) >= max(none) - 1e-6
+
+
+@given(prompts(), st.integers(0, 400))
+def test_first_tokens(prompt, count):
+    chosen = first_tokens(prompt, count)
+    assert int(chosen.sum()) == min(count, prompt.chunk_tokens)
+    begin, taken = 0, []
+    for span in prompt.prompt.chunks:
+        mine = chosen[begin : begin + len(span)]
+        assert mine[: int(mine.sum())].all()
+        taken.append((int(mine.sum()), len(span)))
+        begin += len(span)
+    most = max(number for number, _ in taken)
+    assert all(number in (most, most - 1, length) for number, length in taken)
+
+
+@given(prompts(), st.integers(0, 400), st.randoms())
+def test_whole_documents(prompt, count, lot):
+    scores = torch.tensor([lot.random() for _ in range(prompt.chunk_tokens)])
+    chosen = whole_documents(scores, prompt, count)
+    assert int(chosen.sum()) == min(count, prompt.chunk_tokens)
+
+
+@given(prompts(), st.integers(1, 6))
+def test_middle_layers(prompt, count):
+    layers = middle_layers(prompt, count)
+    assert len(layers) <= count
+    assert set(layers) <= set(prompt.full_layers)
+    assert bool(layers) == bool(prompt.full_layers)
+
+
+@given(st.integers(0, 50), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), max_size=3))
+def test_layer_tokens_of_shrinking_sets(rows, steps):
+    checks, layer = [], -1
+    for gap, keep in steps:
+        layer += gap + 1
+        checks.append(Check(layer, keep, "k"))
+    layers = layer + 3
+    alive, total = rows, 0
+    for index in range(layers):
+        total += alive
+        alive = min([alive, *(check.keep for check in checks if check.layer == index)])
+    assert Selection(tuple(range(rows)), tuple(checks)).layer_tokens(layers) == total

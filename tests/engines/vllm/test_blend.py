@@ -1,0 +1,105 @@
+"""Blending inside vLLM: the same tokens and the same logits as the embedded engine, whatever else is going on."""
+
+import random
+
+import pytest
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvmosaic.blend import policy_named
+from kvmosaic.engines.vllm import scheduler
+from kvmosaic.hf import LLM as HFEngine
+from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
+
+SHARED = [
+    "random(seed=3)",
+    "sink-link",
+    "sink-link(k=2)",
+    "kv-deviation",
+    "kv-deviation(part=v, layers=2, unit=document)",
+    "query-attention",
+    "composite",
+]
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2, tokenizer):
+    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
+
+
+def chosen_last():
+    """What the worker's policy chose for the latest prompt."""
+    selections = get_kv_transfer_group().loader._selections
+    return selections[next(reversed(selections))]
+
+
+@pytest.mark.parametrize("policy", SHARED)
+def test_both_engines_choose_the_same_tokens_and_give_the_same_logits(llm, reference, policy):
+    documents = [*random.sample(DOCUMENTS, 4), random.choice(DOCUMENTS)]
+    text = prompt(f"You are number {random.random()}.", documents, "Who owns the bakery? The owner is")
+    parsed = reference.parser.parse(text)
+    with reference.engine.session():
+        expected = reference.assemble(parsed, 0.4, 0, policy_named(policy))
+    [output] = answer(llm, [text], recompute_ratio=0.4, policy=policy)
+    assert chosen_last() == expected.recomputed
+    assert chosen_last()
+    logprobs = expected.logits.log_softmax(-1)
+    for token, seen in output.outputs[0].logprobs[0].items():
+        assert seen.logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
+
+
+@pytest.mark.parametrize("policy", SHARED)
+def test_ratio_one_is_a_full_prefill_with_every_policy(llm, policy):
+    text = prompt(f"You are number {random.random()}.", DOCUMENTS)
+    [ours], [theirs] = answer(llm, [text], recompute_ratio=1.0, policy=policy), plain(llm, [text])
+    for mine, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+        for token in mine.keys() & other.keys():
+            assert mine[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+def test_the_same_request_gives_the_same_answer_whatever_was_served_before(llm):
+    """Same documents under many questions: what one question had recomputed must not reach another."""
+    questions = [f"Tell me about the {word}. It is" for word in ("ferry", "bakery", "library", "cheese", "number 7")]
+    texts = [prompt(f"Order test {random.random()}.", DOCUMENTS, question) for question in questions]
+    first = [answer(llm, [text], recompute_ratio=0.3)[0] for text in texts]
+    for _ in range(3):
+        order = random.sample(range(len(texts)), len(texts))
+        for index in order:
+            [again] = answer(llm, [texts[index]], recompute_ratio=0.3)
+            same(again, first[index])
+    for ours, alone in zip(answer(llm, texts, recompute_ratio=0.3), first, strict=True):  # all in one batch
+        same(ours, alone)
+    [theirs] = plain(llm, texts[:1])
+    [exact] = answer(llm, texts[:1], recompute_ratio=1.0)
+    same(exact, theirs)
+
+
+def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
+    """Requests beyond the bound wait for the next steps; their answers are the same."""
+    texts = [prompt(f"Bound {random.random()}.", random.sample(DOCUMENTS, 3)) for _ in range(5)]
+    expected = [answer(llm, [text], recompute_ratio=0.5)[0] for text in texts]
+    loads = []
+    worker = get_kv_transfer_group().loader
+    load = worker.load
+    monkeypatch.setattr(worker, "load", lambda batch: (loads.append(len(batch)), load(batch)))
+    original = scheduler.ChunkScheduler._cost
+    monkeypatch.setattr(
+        scheduler.ChunkScheduler, "_cost", lambda self, plan, local: original(self, plan, local) + 10**6
+    )
+    llm.reset_prefix_cache()
+    for ours, single in zip(answer(llm, texts, recompute_ratio=0.5), expected, strict=True):
+        same(ours, single)
+    assert loads
+    assert set(loads) == {1}
+    monkeypatch.setattr(scheduler.ChunkScheduler, "_cost", original)
+    loads.clear()
+    llm.reset_prefix_cache()
+    answer(llm, texts, recompute_ratio=0.5)
+    assert max(loads) > 1  # several requests are blended in one pass
+
+
+@pytest.mark.parametrize("policy", ["kv-deviation(layers=1+8)", "nonsense", "sink-link(k=-1)"])
+def test_policies_that_cannot_be_served_fall_back_to_plain(llm, policy):
+    text = prompt("You are helpful.", DOCUMENTS)
+    [ours], [theirs] = answer(llm, [text], recompute_ratio=0.5, policy=policy, report=True), plain(llm, [text])
+    assert ours.kv_transfer_params["fallback_reason"] == "bad-parameters"
+    same(ours, theirs)
