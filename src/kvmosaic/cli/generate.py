@@ -21,15 +21,16 @@ def generate(
     max_tokens: int = 64,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own setting.")] = None,
     recompute_ratio: Annotated[
-        float | None, typer.Option(help="Share of reused tokens to recompute: 0.0 or 1.0.")
+        float | None, typer.Option(help="Share of reused tokens to recompute, 0 to 1.")
     ] = None,
+    policy: Annotated[str | None, typer.Option(help="Which tokens those are, like 'sink-link(k=8)'.")] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Keep documents here for the next call.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Answer one prompt, reusing the documents that were seen before."""
     from kvmosaic.hf import LLM  # here, because importing it takes seconds
 
-    given = {"disk_path": disk_path, "recompute_ratio": recompute_ratio}
+    given = {"disk_path": disk_path, "recompute_ratio": recompute_ratio, "policy": policy}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     documents = [_read(path) for path in document or ()]
     text = sys.stdin.read() if prompt == "-" else prompt

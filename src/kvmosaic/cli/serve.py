@@ -21,6 +21,10 @@ def serve(
     chunk_hash_algorithm: Annotated[str | None, typer.Option(help="xxhash or sha256.")] = None,
     chunk_cache_gpu_memory_fraction: Annotated[float | None, typer.Option(help="Share of GPU memory.")] = None,
     recompute_ratio: Annotated[float | None, typer.Option(help="Share of reused tokens to recompute.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Which tokens those are, like 'sink-link(k=8)'.")] = None,
+    sink_prefix: Annotated[
+        str | None, typer.Option(help="What chunks are computed after: bos, none, a text.")
+    ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Byte budget of the host tier, like 8GiB.")] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Directory of the disk tier.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Whose entries these are.")] = None,

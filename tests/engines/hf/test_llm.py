@@ -146,7 +146,9 @@ def test_bad_prompts_are_one_line_and_lose_nothing(llm, bad, message):
         {"top_p": 0.0},
         {"top_k": -1},
         {"repetition_penalty": 0.0},
-        {"recompute_ratio": 0.5},
+        {"recompute_ratio": 1.5},
+        {"recompute_ratio": float("nan")},
+        {"policy": "no-such-policy"},
     ],
 )
 def test_bad_parameters(llm, bad):
@@ -156,7 +158,13 @@ def test_bad_parameters(llm, bad):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"recompute_ratio": 0.5}, {"chunk_hash_algorithm": "md5"}, {"sink_prefix": "a text"}]
+    "bad",
+    [
+        {"recompute_ratio": 1.5},
+        {"chunk_hash_algorithm": "md5"},
+        {"sink_prefix": "a text"},
+        {"policy": "sink-link(k=x)"},
+    ],
 )
 def test_bad_settings(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):

@@ -4,7 +4,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
 
-from kvmosaic.core.errors import PromptError
+from kvmosaic.blend import Policy, policy_named
+from kvmosaic.core.errors import ConfigError, PromptError
 
 
 class RequestParameters(BaseModel):
@@ -27,3 +28,13 @@ class RequestParameters(BaseModel):
             first = error.errors(include_url=False, include_context=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise PromptError(f"kv_transfer_params: {where}: {first['msg']}") from None
+
+
+def policy_served(spec: str) -> Policy:
+    """The policy of that name, if vLLM can do what it asks for."""
+    policy = policy_named(spec)
+    if policy.narrows:
+        raise ConfigError(
+            f"policy {spec}: sets that shrink from layer to layer need the embedded engine; give one layer"
+        )
+    return policy

@@ -6,10 +6,10 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kvmosaic.blend import Policy, policy_named
+from kvmosaic.blend import policy_named
 from kvmosaic.blend.base import PROBE_TOKENS
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.errors import ConfigError, KvmosaicError
+from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
@@ -18,7 +18,7 @@ from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import count_cached_tokens, salt_block_hashes
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
-from kvmosaic.engines.vllm.parameters import RequestParameters
+from kvmosaic.engines.vllm.parameters import RequestParameters, policy_served
 from kvmosaic.engines.vllm.tables import BlockTables
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,6 @@ class ChunkScheduler:
         self.pool: Any = None
         """vLLM's pool of blocks, from which a step may borrow."""
         self._borrowed: list[Any] = []
-        policy_served(config.policy)
         self.stats = ChunkStats()
 
     def add(self, request: Any) -> None:
@@ -284,13 +283,3 @@ class ChunkScheduler:
             "reused_tokens": int(reused),
             "chunks": [asdict(chunk) for chunk in chunks],
         }
-
-
-def policy_served(spec: str) -> Policy:
-    """The policy of that name, if vLLM can do what it asks for."""
-    policy = policy_named(spec)
-    if policy.narrows:
-        raise ConfigError(
-            f"policy {spec}: sets that shrink from layer to layer need the embedded engine; give one layer"
-        )
-    return policy
