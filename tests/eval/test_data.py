@@ -68,6 +68,14 @@ def test_the_answer_stands_at_a_random_place_among_distractors(tmp_path, content
     assert len(places) > 1
 
 
+def test_no_passage_comes_twice(tmp_path):
+    """Several questions about one paragraph make it a candidate several times."""
+    qas = [{"question": f"q{i}", "answers": [{"text": "a"}]} for i in range(5)]
+    content = {"data": [{"paragraphs": [{"context": f"p{i}", "qas": qas} for i in range(3)]}]}
+    for example in load(write(tmp_path, content), 15, seed=0):
+        assert sorted(example.chunks) == ["p0", "p1", "p2"]
+
+
 def test_key_value_records_are_spread_over_chunks(tmp_path):
     for example in load(write(tmp_path, KV), 4, seed=0):
         assert len(example.chunks) <= KV_CHUNKS

@@ -119,8 +119,8 @@ def _cells(line: Line) -> Iterator[str]:
     ):
         yield f"<td>{text}</td>"
     for difference, sign in ((line.kl_to_random, -1), (line.f1_to_random, 1)):
-        better, worse = sorted((sign * difference.low, sign * difference.high))
-        mark = "good" if better > 0 else "bad" if worse < 0 else ""
+        least, most = sorted((sign * difference.low, sign * difference.high))
+        mark = "good" if least > 0 else "bad" if most < 0 else ""
         yield f'<td class="{mark}">{_bracketed(difference, "+")}</td>'
 
 
