@@ -1,0 +1,98 @@
+"""Profiles: the settings that ``kvmosaic calibrate`` found for a model, where the engines look for them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvmosaic.core.errors import ConfigError
+
+PROFILE_SETTINGS = ("policy", "recompute_ratio", "sink_prefix")
+"""What a profile decides; the rest of it says how that was found."""
+
+_HEADER = "# Written by kvmosaic calibrate: the settings of this model that nothing else sets.\n"
+
+
+class Measured(BaseModel):
+    """What the settings gave."""
+
+    kl_mean: float
+    top1: float
+    charged_ratio: float
+    n: int
+
+
+class Targets(BaseModel):
+    """What was asked for."""
+
+    max_kl: float
+    min_top1: float
+
+
+class Profile(BaseModel):
+    """A model's settings and where they come from. Nothing in it depends on when it was made."""
+
+    # Keys that a later version adds are no reason to refuse the settings.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model: str | None = None
+    policy: str = Field(min_length=1)
+    recompute_ratio: float = Field(ge=0.0, le=1.0, strict=True)
+    sink_prefix: str
+    measured: Measured | None = None
+    targets: Targets | None = None
+    data: str | None = None
+    seed: int | None = None
+    kvmosaic: str | None = None
+    """The version that measured it."""
+
+
+def profile_name(model: str) -> str:
+    """The last part of a path or hub name: the same model has the same profile wherever its folder is."""
+    return os.path.basename(os.path.abspath(model))
+
+
+def profile_path(model: str) -> Path:
+    """Where the engines look for the profile of ``model``; KVMOSAIC_PROFILES_DIR moves the folder."""
+    chosen = os.environ.get("KVMOSAIC_PROFILES_DIR")
+    folder = Path(chosen).expanduser() if chosen else Path(platformdirs.user_config_dir("kvmosaic")) / "profiles"
+    return folder / f"{profile_name(model)}.yaml"
+
+
+def load_profile(model: str) -> dict[str, Any]:
+    """The settings in the profile of ``model``; none when there is no such file."""
+    path = profile_path(model)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise _broken(path, str(error)) from None
+    try:
+        profile = Profile.model_validate(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise _broken(path, str(error)) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _broken(path, f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}") from None
+    return {name: getattr(profile, name) for name in PROFILE_SETTINGS}
+
+
+def _broken(path: Path, reason: str) -> ConfigError:
+    line = " ".join(reason.split())
+    return ConfigError(f"profile {path}: {line}; delete the file or run kvmosaic calibrate again")
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Put it at ``path``, all of it or nothing: an engine may be starting."""
+    text = yaml.safe_dump(profile.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(_HEADER + text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
