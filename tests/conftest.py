@@ -1,9 +1,22 @@
 """Shared fixtures: the real small model and its tokenizer."""
 
+import os
+
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.models import resolve
+
+# Most tests want a document in the store after the first request that has it, and say what else they want.
+os.environ.setdefault("KVMOSAIC_MISS_POLICY", "fill-first")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_profiles(tmp_path_factory):
+    """The profiles of whoever runs the tests must not change what engines do; also in processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path_factory.mktemp("profiles")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -46,14 +46,14 @@ class AssembledPrompt(ABC):
     """A prompt whose chunks' KV stands in the request's cache, as policies see it. Probing costs compute, which is
     charged to the request: ``charged`` counts layer-tokens, one per token and layer computed."""
 
-    def __init__(self, prompt: ChunkedPrompt, num_layers: int, full_layers: Sequence[int]) -> None:
+    def __init__(self, prompt: ChunkedPrompt, question: Span, num_layers: int, full_layers: Sequence[int]) -> None:
+        """``question`` is what follows the last chunk, also one that is not reused."""
         self.prompt = prompt
         """Its chunks are those that are reused; all other tokens are computed anyway."""
         self.num_layers = num_layers
         self.full_layers = tuple(full_layers)
         """Layers whose attention reaches every earlier token, ascending."""
         self.chunk_tokens = sum(map(len, prompt.chunks))
-        question = prompt.question
         self.probe = Span(question.start, min(question.end, question.start + PROBE_TOKENS))
         """The part of the question that :meth:`question_attention` computes."""
         self.charged = 0
@@ -80,6 +80,10 @@ class AssembledPrompt(ABC):
         spans = [torch.arange(span.start, span.end) for span in self.prompt.chunks]
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
 
+    def probe_share(self, layer: int, ratio: float) -> float:
+        """What :meth:`question_attention` up to ``layer`` costs, as a share of what ``ratio`` allows."""
+        return len(self.probe) * (layer + 1) / (ratio * self.num_layers * self.chunk_tokens)
+
     def affordable(self, ratio: float, part_of_layers: float = 1.0) -> int:
         """How many chunk tokens can still be recomputed in all layers (or this part of them) at this ratio."""
         left = ratio * self.num_layers * self.chunk_tokens - self.charged
@@ -91,8 +95,12 @@ class Policy(ABC):
     options a user can set."""
 
     name: ClassVar[str]
-    asks_question: ClassVar[bool] = False
-    """Whether what it chooses depends on the question."""
+    reads_content: ClassVar[bool] = False
+    """Whether what it chooses depends on more than the chunks' places."""
+
+    def check(self, num_layers: int) -> None:
+        """Raise :class:`ConfigError` if it cannot work with a model of so many layers."""
+        return None
 
     @property
     def narrows(self) -> bool:

@@ -20,14 +20,15 @@ class Composite(Policy):
     alone. Runs in the middle of a chunk see reused ones before them; measured, they help less and can do harm."""
 
     name: ClassVar[str] = "composite"
-    asks_question: ClassVar[bool] = True
+    reads_content: ClassVar[bool] = True
     link: Annotated[float, Field(ge=0, le=1)] = 0.25
-    power: Annotated[float, Field(ge=0)] = 2.0
-    layers: Annotated[int, Field(ge=1)] = 3
+    power: Annotated[float, Field(ge=0, le=8)] = 2.0
+    layers: Annotated[int, Field(ge=1, lt=2**31)] = 3
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         probed = middle_layers(assembled, self.layers)
-        if not probed:
+        # A long question about short chunks: asking would eat up what there is to spend.
+        if not probed or assembled.probe_share(probed[-1], ratio) > 0.5:
             chosen = first_tokens(assembled, assembled.affordable(ratio))
         else:
             scores = question_scores(assembled, probed)

@@ -16,9 +16,10 @@ class KVDeviation(Policy):
     further layer fewer of them go on: ``shrink`` times as many as would be left if all layers had the same number."""
 
     name: ClassVar[str] = "kv-deviation"
+    reads_content: ClassVar[bool] = True
     part: Part = "k"
     layers: tuple[Annotated[int, Field(ge=0)], ...] = (1,)
-    shrink: Annotated[float, Field(ge=1)] = 2.0
+    shrink: Annotated[float, Field(ge=1, le=100)] = 2.0
     threshold: Annotated[float, Field(ge=0)] = 0.0
     """Choose only tokens whose squared distance is at least this many times the mean one."""
     unit: Literal["token", "document"] = "token"
@@ -32,9 +33,14 @@ class KVDeviation(Policy):
     def narrows(self) -> bool:
         return len(self.layers) > 1
 
-    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
-        if self.layers[-1] >= assembled.num_layers - 1:
+    def check(self, num_layers: int) -> None:
+        if self.layers[-1] >= num_layers - 1:
             raise ConfigError(f"kv-deviation: layer {self.layers[-1]} is not below the model's last one")
+
+    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+        self.check(assembled.num_layers)
+        if (self.layers[0] + 1) / assembled.num_layers >= ratio:
+            return Selection()  # finding out would cost all there is to spend
         distance = assembled.deviation(self.layers[0], self.part).cpu()
         # Shrinking sets: so many at first that all layers together cost what the ratio allows.
         bounds = [*(layer + 1 for layer in self.layers[1:]), assembled.num_layers]

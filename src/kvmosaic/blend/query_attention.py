@@ -18,14 +18,14 @@ class QueryAttention(Policy):
     """Runs of ``span`` tokens that the question attends to most, at ``layers`` of the middle ones."""
 
     name: ClassVar[str] = "query-attention"
-    asks_question: ClassVar[bool] = True
-    span: Annotated[int, Field(ge=1)] = 16
-    layers: Annotated[int, Field(ge=1)] = 3
+    reads_content: ClassVar[bool] = True
+    span: Annotated[int, Field(ge=1, lt=2**31)] = 16
+    layers: Annotated[int, Field(ge=1, lt=2**31)] = 3
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         probed = middle_layers(assembled, self.layers)
-        if not probed:
-            return Selection()
+        if not probed or assembled.probe_share(probed[-1], ratio) >= 1:
+            return Selection()  # nobody to ask, or asking would cost all there is to spend
         scores = question_scores(assembled, probed)
         chosen = best_spans(scores, assembled, assembled.affordable(ratio), self.span)
         return Selection(tuple(assembled.positions()[chosen].tolist()))

@@ -1,8 +1,9 @@
 """Tokens by lot: what every other policy has to beat."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
@@ -13,7 +14,7 @@ class RandomTokens(Policy):
     """The same tokens for the same prompt and seed."""
 
     name: ClassVar[str] = "random"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         lot = torch.Generator().manual_seed(self.seed)

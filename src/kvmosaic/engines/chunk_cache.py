@@ -40,6 +40,13 @@ class Found(NamedTuple):
     """Why no tier had it, when it was filled."""
 
 
+class Missing(NamedTuple):
+    """A chunk that the store lacks."""
+
+    key: ChunkKey
+    reason: str
+
+
 class ChunkCache:
     """Entries of one model, one format and one tenant."""
 
@@ -96,11 +103,12 @@ class ChunkCache:
             self._fingerprints[made_by] = format_fingerprint(engine=made_by, sink=self.sink)
         return self._fingerprints[made_by]
 
-    def find_or_fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[Found]:
-        """An entry for every chunk of a prompt of ``length`` tokens. Missing ones are filled together and
-        stored; a repeated one is filled once."""
+    def find(
+        self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int
+    ) -> tuple[dict[tuple[int, ...], Found], dict[tuple[int, ...], Missing]]:
+        """The chunks of a prompt of ``length`` tokens that the store has, and those that it lacks."""
         found: dict[tuple[int, ...], Found] = {}
-        missing: dict[tuple[int, ...], tuple[ChunkKey, str]] = {}
+        missing: dict[tuple[int, ...], Missing] = {}
         for chunk in dict.fromkeys(map(tuple, chunks)):
             key = self.key(chunk, context, length)
             result = self.store.lookup(key, chunk, context)
@@ -108,12 +116,27 @@ class ChunkCache:
                 found[chunk] = Found(result.entry, result.tier, None)
             else:
                 assert result.reason is not None
-                missing[chunk] = key, result.reason.value
-        if missing:
-            entries = self.fill({key: chunk for chunk, (key, _) in missing.items()}, context, length)
-            for (chunk, (_, reason)), entry in zip(missing.items(), entries, strict=True):
-                found[chunk] = Found(entry, None, reason)
+                missing[chunk] = Missing(key, result.reason.value)
+        return found, missing
+
+    def find_or_fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[Found]:
+        """An entry for every chunk of a prompt of ``length`` tokens. Missing ones are filled together and
+        stored; a repeated one is filled once."""
+        found, missing = self.find(chunks, context, length)
+        found |= self.fill_missing(missing, context, length)
         return [found[tuple(chunk)] for chunk in chunks]
+
+    def fill_missing(
+        self, missing: Mapping[tuple[int, ...], Missing], context: Sequence[int], length: int
+    ) -> dict[tuple[int, ...], Found]:
+        """Fill and store what :meth:`find` did not find."""
+        if not missing:
+            return {}
+        entries = self.fill({lacking.key: chunk for chunk, lacking in missing.items()}, context, length)
+        return {
+            chunk: Found(entry, None, lacking.reason)
+            for (chunk, lacking), entry in zip(missing.items(), entries, strict=True)
+        }
 
     def fill(self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
         """Compute the entries of chunks that are missing, together, and store them under their keys."""

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.blend import policy_named
@@ -28,8 +29,8 @@ def reference(smollm2, tokenizer):
 
 def chosen_last():
     """What the worker's policy chose for the latest prompt."""
-    selections = get_kv_transfer_group().loader._selections
-    return selections[next(reversed(selections))]
+    choices = get_kv_transfer_group().loader._blender._choices
+    return tuple(choices[next(reversed(choices))].positions.tolist())
 
 
 @pytest.mark.parametrize("policy", SHARED)
@@ -73,6 +74,48 @@ def test_the_same_request_gives_the_same_answer_whatever_was_served_before(llm):
     same(exact, theirs)
 
 
+@pytest.mark.parametrize("policy", ["kv-deviation(part=v)", "sink-link", "composite"])
+def test_a_prompt_is_blended_as_it_was_when_vllm_kept_only_a_part_of_it(llm, policy):
+    """The prefix cache brings back what it still has; the rest must become what it was."""
+    text = prompt(f"Part test {random.random()}.", DOCUMENTS * 2, "Tell me about the bakery. It is")
+    [first] = answer(llm, [text], recompute_ratio=0.3, policy=policy)
+    llm.reset_prefix_cache()
+    [again] = answer(llm, [text], recompute_ratio=0.3, policy=policy)
+    same(again, first)
+    # Later blocks go first when others need room.
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    pool = manager.block_pool
+    kept = 3
+    hashes = list(pool.cached_block_hash_to_block._cache)[kept:]
+    for block_hash in hashes:
+        block = pool.cached_block_hash_to_block.get_one_block(block_hash)
+        if block is not None:
+            pool._maybe_evict_cached_block(block)
+    [partly] = answer(llm, [text], recompute_ratio=0.3, policy=policy)
+    same(partly, first)
+
+
+def test_requests_that_share_a_new_system_prompt_in_one_step(llm):
+    """The second one probes through blocks that the first one is about to compute in the same step."""
+    system = f"You are number {random.random()}. " + "Answer with care and in few words, as always. " * 8
+    texts = [prompt(system, DOCUMENTS[:2], "One. It is"), prompt(system, DOCUMENTS[1:], "Who owns it? It is")]
+    together = answer_each(llm, texts, [{"recompute_ratio": 0.0}, {"recompute_ratio": 0.4}])
+    llm.reset_prefix_cache()
+    alone = [answer(llm, [texts[0]], recompute_ratio=0.0)[0], answer(llm, [texts[1]], recompute_ratio=0.4)[0]]
+    for ours, single in zip(together, alone, strict=True):
+        same(ours, single)
+
+
+def answer_each(llm, texts, parameters):
+    sampling = [
+        SamplingParams(
+            max_tokens=10, temperature=0, logprobs=1, ignore_eos=True, extra_args={"kv_transfer_params": each}
+        )
+        for each in parameters
+    ]
+    return llm.generate(texts, sampling, use_tqdm=False)
+
+
 def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
     """Requests beyond the bound wait for the next steps; their answers are the same."""
     texts = [prompt(f"Bound {random.random()}.", random.sample(DOCUMENTS, 3)) for _ in range(5)]
@@ -97,7 +140,19 @@ def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
     assert max(loads) > 1  # several requests are blended in one pass
 
 
-@pytest.mark.parametrize("policy", ["kv-deviation(layers=1+8)", "nonsense", "sink-link(k=-1)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "kv-deviation(layers=1+8)",
+        "kv-deviation(layers=999)",
+        "nonsense",
+        "sink-link(k=-1)",
+        f"sink-link(k={10**26})",
+        f"random(seed={10**23})",
+        f"query-attention(span={10**23})",
+        "composite(power=inf)",
+    ],
+)
 def test_policies_that_cannot_be_served_fall_back_to_plain(llm, policy):
     text = prompt("You are helpful.", DOCUMENTS)
     [ours], [theirs] = answer(llm, [text], recompute_ratio=0.5, policy=policy, report=True), plain(llm, [text])

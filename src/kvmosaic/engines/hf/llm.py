@@ -4,8 +4,10 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,8 @@ from kvmosaic.core.errors import ConfigError, PromptError, UnsupportedModelError
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.chunk_cache import ChunkCache
+from kvmosaic.core.sink import sink_tokens
+from kvmosaic.engines.chunk_cache import ChunkCache, Missing
 from kvmosaic.engines.hf.assembled import HFAssembled
 from kvmosaic.engines.hf.model import HFModel, max_positions
 from kvmosaic.engines.hf.plain import Decoded, plain_generate
@@ -43,6 +46,8 @@ class Assembled(NamedTuple):
     """Positions of chunk tokens that were computed anew."""
     charged_ratio: float = 0.0
     """What that and the choice of them cost, as a share of computing all chunk tokens in all layers."""
+    missing: Mapping[tuple[int, ...], Missing] = MappingProxyType({})
+    """Chunks that were in no tier and were computed as ordinary text."""
 
 
 class LLM:
@@ -62,7 +67,8 @@ class LLM:
         device: str | None = None,
         **settings: Any,
     ) -> None:
-        self.config: ChunkCacheConfig = load_config(**settings)
+        name = (model.name_or_path or None) if isinstance(model, PreTrainedModel) else str(model)
+        self.config: ChunkCacheConfig = load_config(name, **settings)
         self._policy = policy_named(self.config.policy)
         if isinstance(model, PreTrainedModel):
             self.model = model.eval()
@@ -97,15 +103,9 @@ class LLM:
         self._chunk_cache = ChunkCache(self.config, name, sink, self.parser, self._engine, self.max_positions)
 
     def _sink_tokens(self) -> list[int]:
-        prefix = self.config.sink_prefix
-        if prefix == "none":
-            return []
-        if prefix == "bos":
-            bos = self.model.generation_config.bos_token_id
-            return [] if bos is None else [bos]
-        if self.tokenizer is None:
-            raise ConfigError(f"sink_prefix={prefix!r}: a text needs a tokenizer; use 'bos' or 'none'")
-        return self.parser.encode(prefix)
+        bos = self.model.generation_config.bos_token_id
+        encode = None if self.tokenizer is None else partial(self.tokenizer.encode, add_special_tokens=False)
+        return sink_tokens(self.config.sink_prefix, self.config.chunk_separator, bos, encode)
 
     @property
     def engine(self) -> HFModel:
@@ -216,6 +216,10 @@ class LLM:
             with self.engine.session():
                 assembled = self.assemble(prompt, ratio, params.max_tokens, policy)
                 decoded = self._decode(prompt, assembled, params, start)
+            if assembled.missing and self.config.miss_policy == "background":
+                # Behind the answer, so that nobody's first token waits for it.
+                context = self.chunk_cache.context_of(prompt)
+                self.chunk_cache.fill_missing(assembled.missing, context, len(prompt.token_ids))
         else:
             decoded = plain_generate(self.model, prompt.token_ids, params, start)
         tokens_by_status = Counter[str]()
@@ -242,14 +246,24 @@ class LLM:
     def assemble(self, prompt: ChunkedPrompt, ratio: float, room: int = 0, policy: Policy | None = None) -> Assembled:
         """Put the request's KV together: chunks from the store, then everything else and what the policy picks
         computed in one pass, with ``room`` tokens left for the answer. Call it inside ``engine.session()``."""
-        engine, length = self.engine, len(prompt.token_ids)
-        context = self.chunk_cache.context_of(prompt)
-        usable = [span for span in prompt.chunks if self.chunk_cache.fits(len(span), context, length)]
-        found = self.chunk_cache.find_or_fill([prompt.tokens_of(span) for span in usable], context, length)
+        engine, cache, length = self.engine, self.chunk_cache, len(prompt.token_ids)
+        context = cache.context_of(prompt)
+        fitting = [span for span in prompt.chunks if cache.fits(len(span), context, length)]
+        found, missing = cache.find([prompt.tokens_of(span) for span in fitting], context, length)
+        if self.config.miss_policy == "fill-first":
+            found |= cache.fill_missing(missing, context, length)
+            missing = {}
         kv = RequestKV(engine.format, length + room, self.model.device)
         reports = {span: ChunkReport(span, "prefilled", None, "too-long") for span in prompt.chunks}
         filled: set[ChunkKey] = set()
-        for span, (entry, tier, reason) in zip(usable, found, strict=True):
+        usable = []
+        for span in fitting:
+            chunk = prompt.tokens_of(span)
+            if chunk in missing:
+                reports[span] = ChunkReport(span, "prefilled", None, missing[chunk].reason)
+                continue
+            usable.append(span)
+            entry, tier, reason = found[chunk]
             engine.remap(entry, kv, span.start, length)
             if tier is not None:
                 reports[span] = ChunkReport(span, "cached", tier, None)
@@ -259,7 +273,7 @@ class LLM:
                 reports[span] = ChunkReport(span, "filled", None, reason)
                 filled.add(entry.key)
         reused = ChunkedPrompt(prompt.token_ids, tuple(usable))
-        assembled = HFAssembled(reused, engine, kv, length)
+        assembled = HFAssembled(reused, prompt.question, engine, kv)
         selection = choose(policy or self._policy, assembled, ratio)
         logits = engine.blend(reused, selection, kv, length)[-1]
         return Assembled(
@@ -269,6 +283,7 @@ class LLM:
             tuple(reports.values()),
             selection.positions,
             assembled.charged_ratio(selection),
+            missing,
         )
 
     def full_prefill(self, prompt: ChunkedPrompt, room: int = 0) -> Assembled:

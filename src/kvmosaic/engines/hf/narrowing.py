@@ -71,4 +71,5 @@ class Narrowing:
         if not isinstance(value, torch.Tensor):
             return value
         axis = 2 if value.ndim == 4 else 1
-        return value.index_select(axis, self._rows) if value.shape[axis] == len(self._where) else value
+        fits = value.ndim > axis and value.shape[axis] == len(self._where)
+        return value.index_select(axis, self._rows) if fits else value

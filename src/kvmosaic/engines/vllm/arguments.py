@@ -5,7 +5,6 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.engines.vllm.parameters import policy_served
 from kvmosaic.engines.vllm.support import unsupported, version_problem
 
 logger = logging.getLogger(__name__)
@@ -16,7 +15,6 @@ CONNECTOR_MODULE = "kvmosaic.engines.vllm.connector"
 
 def engine_arguments(config: ChunkCacheConfig) -> dict[str, Any]:
     """``worker_cls`` and ``kv_transfer_config`` for ``vllm.LLM`` or, as JSON, for ``vllm serve``."""
-    policy_served(config.policy)
     return {
         "worker_cls": WORKER,
         "kv_transfer_config": {

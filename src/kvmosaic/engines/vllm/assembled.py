@@ -10,7 +10,7 @@ from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.core.rotation import rotate_
 from kvmosaic.engines.rotary import LayerRotary, turns_for
 from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.sparse import Row, SparseForward
+from kvmosaic.engines.vllm.sparse import Observer, Row, SparseForward
 from kvmosaic.kernels.scores import attention_weights
 
 
@@ -21,22 +21,27 @@ class VllmAssembled(AssembledPrompt):
     def __init__(
         self,
         prompt: ChunkedPrompt,
+        question: Span,
         moves: Sequence[tuple[ChunkKV, int]],
+        first: int,
         blocks: Sequence[Sequence[int]],
         forward: SparseForward,
         rotary: Sequence[LayerRotary | None],
         ranks: Ranks,
         compute_fresh: Callable[[], None],
     ) -> None:
-        """``blocks`` also cover the question that is probed; ``compute_fresh`` computes the tokens in no chunk before
-        it, if that was not done yet."""
-        super().__init__(prompt, len(forward.layers), forward.full_layers)
+        """``blocks`` also cover the question that is probed; those below position ``first`` are not written to.
+        ``compute_fresh`` computes the tokens in no chunk before the question, if that was not done yet."""
+        super().__init__(prompt, question, len(forward.layers), forward.full_layers)
         assert [at for _, at in moves] == [span.start for span in prompt.chunks]
         # When vLLM was too short of blocks to lend some, fewer tokens are asked.
         self.probe = Span(self.probe.start, min(self.probe.end, len(blocks[0]) * forward.block_sizes[0]))
         assert self.probe
+        self.computed_layer: int | None = None
+        """Up to this layer all chunk tokens were computed."""
         self._moves = moves
-        self._turned = turns_for(moves, 0, rotary)
+        self._first = first
+        self._rotary = rotary
         self._blocks = blocks
         self._forward = forward
         self._ranks = ranks
@@ -44,31 +49,45 @@ class VllmAssembled(AssembledPrompt):
 
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
         self._compute_fresh()
-        weights: list[torch.Tensor] = []
+        queries: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            if index in layers:
-                asking = q[-min(QUERY_TOKENS, len(self.probe)) :].transpose(0, 1)
-                scale = self._forward.layers[index].impl.scale
-                weights.append(attention_weights(asking, self._reused(index, "k"), scale))
+            if index in queries:
+                queries[index].append(q)
 
         self._forward.probe([self._row(self.probe.start, self.probe.end)], layers[-1], observe)
         self.charged += len(self.probe) * (layers[-1] + 1)
+        weights = []
+        for layer, passes in queries.items():
+            asking = torch.cat(passes)[-QUERY_TOKENS:].transpose(0, 1)
+            weights.append(
+                attention_weights(asking, self._reused(layer, "k"), self._forward.layers[layer].impl.scale)
+            )
         heads = self._forward.layers[0].num_heads * self._ranks.count
         return self._ranks.sum(torch.stack(weights)) / heads
 
     def deviation(self, layer: int, part: Part) -> torch.Tensor:
-        self._compute_fresh()
         fresh: list[torch.Tensor] = []
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             if index == layer:
                 fresh.append((k if part == "k" else v).transpose(0, 1).clone())
 
-        self._forward.probe([self._row(span.start, span.end) for span in self.prompt.chunks], layer, observe)
+        self.compute_chunks(layer, observe)
+        reused = self._reused(layer, part)
+        skipped = max(0, self._first - self.prompt.chunks[0].start)
+        distance = torch.cat(fresh, dim=1).float() - reused[:, skipped:].float()
+        changed = torch.zeros(self.chunk_tokens, device=distance.device)
+        changed[skipped:] = distance.square().sum((0, 2))
+        return self._ranks.sum(changed)
+
+    def compute_chunks(self, layer: int, observe: Observer = lambda *_: None) -> None:
+        """Compute all chunk tokens up to the K and V of ``layer``."""
+        self._compute_fresh()
+        rows = [self._row(max(span.start, self._first), span.end) for span in self.prompt.chunks]
+        self._forward.probe(rows, layer, observe)
         self.charged += self.chunk_tokens * (layer + 1)
-        distance = torch.cat(fresh, dim=1).float() - self._reused(layer, part).float()
-        return self._ranks.sum(distance.square().sum((0, 2)))
+        self.computed_layer = layer
 
     def _row(self, start: int, end: int) -> Row:
         return Row(self.prompt.token_ids[start:end], start, self._blocks)
@@ -78,7 +97,8 @@ class VllmAssembled(AssembledPrompt):
         rows = torch.cat(
             [getattr(entry, part)[:, layer].to(self._forward.device) for entry, _ in self._moves], dim=1
         ).contiguous()
-        turn = self._turned[layer]
+        # vLLM's tables do not depend on a prompt's length.
+        [turn] = turns_for(self._moves, 0, [self._rotary[layer]])
         if turn is not None and turn.columns.part == part:
             rotate_(rows, turn.turn, turn.columns)
         return rows

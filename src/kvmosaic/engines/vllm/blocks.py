@@ -97,14 +97,16 @@ class KernelBlocks(RequestBlocks):
 
     def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
         self._forward.run(rows)
+        if not parts:
+            return []
         layer, caches = self._forward.layers[0], self._caches
         size, width = caches.block_size, caches.layers[0].shape[-1]
-        # All rows' blocks one after the other, as if they were one sequence.
+        # The blocks of all rows in question one after the other, as if they were one sequence.
         blocks: list[int] = []
-        begins = []
-        for row in rows:
-            begins.append(len(blocks) * size)
-            blocks += row.blocks[0][: -(-row.end // size)]
+        begins = {}
+        for index in sorted({part.row for part in parts}):
+            begins[index] = len(blocks) * size
+            blocks += rows[index].blocks[0][: -(-rows[index].end // size)]
         moves = [
             Move(
                 torch.empty(

@@ -1,5 +1,6 @@
 """The connector vLLM loads: scheduler side and worker side of the chunk cache."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.logger import init_logger
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.sink import sink_tokens
 from kvmosaic.engines.vllm.blocks import KernelBlocks
 from kvmosaic.engines.vllm.compat import hash_block_size, unsupported_cache
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
@@ -39,7 +41,10 @@ class ChunkConnector(KVConnectorBase_V1):
         problems = unsupported(vllm_config) or unsupported_cache(kv_cache_config)
         if problems:
             raise UnsupportedModelError(f"the chunk cache cannot be used here: {problems[0]}")
-        self._config: ChunkCacheConfig = load_config(**vllm_config.kv_transfer_config.kv_connector_extra_config)
+        # Our front ends give all settings; the profile is for a plain ``vllm serve``.
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._config: ChunkCacheConfig = load_config(vllm_config.model_config.model, **given)
+        num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
         self._caches = kv_cache_config
         self._tokenizer = _tokenizer(vllm_config)
         self._parser = ChunkTokenParser(self._tokenizer, self._config.chunk_separator)
@@ -57,6 +62,7 @@ class ChunkConnector(KVConnectorBase_V1):
                 vllm_config.parallel_config.tensor_parallel_size,
                 vllm_config.kv_transfer_config.engine_id,
                 vllm_config.scheduler_config.max_num_batched_tokens,
+                num_layers,
             )
 
     # --- scheduler side
@@ -144,13 +150,13 @@ class ChunkConnector(KVConnectorBase_V1):
         assert isinstance(work, StepWork)
         if work.engine_id != self._vllm_config.kv_transfer_config.engine_id:
             raise ConfigError("two vLLM engines with a chunk cache in one process; give each a process of its own")
-        if not (work.loads or work.fetches or work.released or work.clear):
+        if not (work.loads or work.fetches or work.fills or work.released or work.clear):
             return
         assert self.loader is not None
         assert self.fetcher is not None
         cache = self.loader.cache
         if work.clear:
-            cache.clear()
+            self.loader.clear()
         for request_id in work.released:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
@@ -158,9 +164,11 @@ class ChunkConnector(KVConnectorBase_V1):
         # Without metadata vLLM's per-layer hooks stay quiet while we run forwards of our own.
         self._connector_metadata = None
         try:
-            self.loader.load(work.loads)
+            if work.loads:
+                self.loader.load(work.loads)
             for load in work.loads:
                 self.fetcher.release(load.request_id)
+            self.loader.fill_in_background(work.fills)
         finally:
             self._connector_metadata = work
 
@@ -210,15 +218,9 @@ class ChunkConnector(KVConnectorBase_V1):
             self.loader.cache.close()
 
     def _sink(self) -> list[int]:
-        prefix = self._config.sink_prefix
-        if prefix == "none":
-            return []
-        if prefix == "bos":
-            bos = self._vllm_config.model_config.hf_text_config.bos_token_id
-            return [] if bos is None else [bos]
-        if self._tokenizer is None:
-            raise ConfigError(f"sink_prefix={prefix!r}: a text needs a tokenizer; use 'bos' or 'none'")
-        return list(self._tokenizer.encode(prefix, add_special_tokens=False))
+        bos = self._vllm_config.model_config.hf_text_config.bos_token_id
+        encode = None if self._tokenizer is None else partial(self._tokenizer.encode, add_special_tokens=False)
+        return sink_tokens(self._config.sink_prefix, self._config.chunk_separator, bos, encode)
 
 
 def _weight_files(model: str) -> list[tuple[str, int, int]]:

@@ -17,7 +17,7 @@ class LLM(vllm.LLM):  # type: ignore[misc]
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in ChunkCacheConfig.model_fields if name in kwargs}
-        self.chunk_cache_config = load_config(**settings)
+        self.chunk_cache_config = load_config(model, **settings)
         model = resolve(model)
         if self.chunk_cache_config.enable_chunk_cache:
             known = {field.name for field in fields(EngineArgs)}

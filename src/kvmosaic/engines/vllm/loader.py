@@ -8,30 +8,27 @@ from typing import NamedTuple
 
 import torch
 
-from kvmosaic.blend import choose, policy_named
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
 from kvmosaic.core.key import ChunkKey, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import KV, ChunkCache
 from kvmosaic.engines.rotary import LayerRotary, explain_layer
-from kvmosaic.engines.vllm.assembled import VllmAssembled
+from kvmosaic.engines.vllm.blender import Blender
 from kvmosaic.engines.vllm.blocks import BackendBlocks, KernelBlocks, Part, RequestBlocks
-from kvmosaic.engines.vllm.messages import ChunkLoad, RankReport
+from kvmosaic.engines.vllm.messages import ChunkFill, ChunkLoad, RankReport
 from kvmosaic.engines.vllm.metrics import ChunkStats, CountName
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import find_tables
 from kvmosaic.engines.vllm.sparse import Row, SparseForward
 from kvmosaic.engines.vllm.timing import StageTimer
+from kvmosaic.store import LookupResult, MissReason
 
 logger = logging.getLogger(__name__)
 
 ANY_LENGTH = 0
 """vLLM's rotary tables, and so its keys, do not depend on a prompt's length."""
-
-REMEMBERED_SELECTIONS = 4096
-"""For so many prompts it is remembered which tokens were blended."""
 
 
 class _Piece(NamedTuple):
@@ -52,10 +49,6 @@ class _Brought(NamedTuple):
     """The chunks among it, and where they stand."""
     new_tail: list[_Piece]
     """The end of the system prompt, if it is still to be computed and stored."""
-
-    def ends(self) -> list[tuple[int, int]]:
-        """Start and end of each chunk."""
-        return [(at, at + len(entry.tokens)) for entry, at in self.moves]
 
 
 @dataclass
@@ -86,10 +79,9 @@ class ChunkLoader:
         self._forward = forward
         self._ranks = ranks
         self._scratch: Sequence[Sequence[int]] = [range(1, 9) for _ in forward.block_sizes]  # block 0 is never used
-        self._rotary = rotary = self._measure(network)
+        rotary = self._measure(network)
         self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary) or BackendBlocks(forward, rotary)
-        self._selections: dict[bytes, tuple[int, ...]] = {}
-        """What policies chose for the latest prompts."""
+        self._blender = Blender(forward, rotary, ranks)
         self._fingerprint = format_fingerprint(
             columns=[layer.columns if layer else None for layer in rotary], **identity
         )
@@ -104,7 +96,8 @@ class ChunkLoader:
 
     def report(self, changes: dict[bytes, str | None], fetched: list[str]) -> RankReport:
         """What the scheduler should know of this rank."""
-        return RankReport(self._ranks.rank, self.cache.store.fastest_tier, changes, fetched)
+        costs = {str(stage): cost.line() for stage, cost in self.timer.costs.items()}
+        return RankReport(self._ranks.rank, self.cache.store.fastest_tier, changes, fetched, costs)
 
     def take_stats(self) -> ChunkStats | None:
         """Metrics since the last call, if there are any."""
@@ -120,15 +113,37 @@ class ChunkLoader:
             self.stats.level("tier_bytes", name, nbytes)
         return self.stats.take()
 
+    def clear(self) -> None:
+        """Forget all chunks."""
+        self.cache.clear()
+        self._blender.clear()
+
     def load(self, loads: Sequence[ChunkLoad]) -> None:
         """Bring positions ``load.first`` up to the question of each request into its blocks. Whatever goes wrong with
         a request's chunks, on any rank, it is prefilled as plain vLLM would."""
-        rests = [self._assemble(load) for load in loads]
-        with self.timer.stage("blend"):
+        with self.timer.stage("load"):
+            rests: list[_Rest] = []
+            for load in loads:
+                rests.append(self._assemble(load, rests))
             self._compute(rests)
 
-    def _assemble(self, load: ChunkLoad) -> _Rest:
-        """Put in place what the store can give; what is left to compute."""
+    def fill_in_background(self, fills: Sequence[ChunkFill]) -> None:
+        """Fill chunks that requests lacked. All ranks do the same."""
+        for fill in fills:
+            self._scratch = fill.blocks
+            key = self.cache.key_of_hash(fill.digest, len(fill.tokens), ANY_LENGTH)
+            try:
+                with self.timer.stage("fill"):
+                    self.cache.fill({key: fill.tokens}, fill.context, ANY_LENGTH)
+            except Exception:
+                logger.exception("could not fill a chunk of %d tokens in the background", len(fill.tokens))
+            else:
+                self._count("chunks_filled", "")
+                self._count("tokens", "filled", len(fill.tokens))
+
+    def _assemble(self, load: ChunkLoad, before: Sequence[_Rest]) -> _Rest:
+        """Put in place what the store can give; what is left to compute. ``before`` is what is left of the step's
+        earlier requests."""
         # Pinned, so that no other thread puts anything in their place before the GPU was told to read them.
         with ExitStack() as pins:
             try:
@@ -138,7 +153,7 @@ class ChunkLoader:
                 brought = None
             if self._ranks.all_have([brought is not None])[0]:
                 assert brought is not None
-                return self._choose(load, brought)
+                return self._choose(load, brought, before)
         self._count("fallbacks", "load-error")
         # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
         end = load.prompt.question.start
@@ -158,16 +173,16 @@ class ChunkLoader:
         with self.timer.stage("lookup"):
             entries = self._find(chunks, tail)
         missing = {piece.key: piece for piece in chunks if piece.key not in entries}
-        if missing:
+        if missing and load.fill:
             with self.timer.stage("fill"):
                 entries |= self._fill(list(missing.values()), load)
         usable = [piece for piece in (*tail, *chunks) if piece.key in entries]
-        with self.timer.stage("remap"):
+        with self.timer.stage("remap", sum(len(piece.tokens) for piece in usable)):
             self._blocks.place([(entries[piece.key], piece.span.start) for piece in usable], load.blocks, load.first)
         moves = [(entries[piece.key], piece.span.start) for piece in chunks if piece.key in entries]
         return _Brought([piece.span for piece in usable], moves, [piece for piece in tail if piece not in usable])
 
-    def _choose(self, load: ChunkLoad, brought: _Brought) -> _Rest:
+    def _choose(self, load: ChunkLoad, brought: _Brought, before: Sequence[_Rest]) -> _Rest:
         """What no entry brought, and what the policy picks, to be computed in sight of everything before it."""
         prompt = load.prompt
         fresh: set[int] = set()
@@ -176,40 +191,22 @@ class ChunkLoader:
             fresh.update(range(at, span.start))
             at = max(at, span.end)
         rest = _Rest(self._rows(load, fresh), brought.new_tail)
+
+        def compute_fresh() -> None:
+            # Earlier requests', too: vLLM's prefix cache may have handed this one blocks that they are to compute.
+            due = [*before, rest]
+            self._compute(due)
+            for each in due:
+                each.rows, each.tail = [], []
+
+        with self.timer.stage("probe"):
+            blended = self._blender.positions(load, brought.moves, compute_fresh) - fresh
+        moved = sum(at + len(entry.tokens) - max(at, load.first) for entry, at in brought.moves)
         self._count("tokens", "fresh", len(fresh))
-        moved = sum(entry_end - max(start, load.first) for start, entry_end in brought.ends())
-        blended = self._selected(load, brought, rest)
         self._count("tokens", "recomputed", len(blended))
         self._count("tokens", "reused", moved - len(blended))
         rest.rows = self._rows(load, blended | fresh if rest.rows else blended)
         return rest
-
-    def _selected(self, load: ChunkLoad, brought: _Brought, rest: _Rest) -> set[int]:
-        """The policy's choice, which is made once for a prompt: vLLM's prefix cache may bring back a part of what was
-        blended, and the rest has to be what it was."""
-        digest = load.blend_digest()
-        if digest not in self._selections:
-            spans = tuple(Span(start, end) for start, end in brought.ends())
-
-            def compute_fresh() -> None:
-                with self.timer.stage("blend"):
-                    self._compute([rest])
-                rest.rows, rest.tail = [], []
-
-            assembled = VllmAssembled(
-                ChunkedPrompt(load.prompt.token_ids, spans),
-                brought.moves,
-                [(*row, *load.spare) for row in load.blocks],
-                self._forward,
-                self._rotary,
-                self._ranks,
-                compute_fresh,
-            )
-            with self.timer.stage("probe"):
-                self._selections[digest] = choose(policy_named(load.policy), assembled, load.ratio).positions
-            while len(self._selections) > REMEMBERED_SELECTIONS:
-                del self._selections[next(iter(self._selections))]
-        return {position for position in self._selections[digest] if position >= load.first}
 
     @staticmethod
     def _rows(load: ChunkLoad, positions: set[int]) -> list[Row]:
@@ -226,7 +223,9 @@ class ChunkLoader:
         if not rows:
             return
         pieces = [piece for rest in rests for piece in rest.tail]
-        for piece, (k, v) in zip(pieces, self._blocks.compute(rows, parts), strict=True):
+        with self.timer.stage("blend", sum(len(row.tokens) for row in rows)):
+            computed = self._blocks.compute(rows, parts)
+        for piece, (k, v) in zip(pieces, computed, strict=True):
             self.cache.store.put(ChunkKV.from_kv(piece.key, piece.tokens, piece.context, k, v))
 
     def _system_tail(self, load: ChunkLoad) -> list[_Piece]:
@@ -241,11 +240,9 @@ class ChunkLoader:
 
     def _find(self, chunks: Sequence[_Piece], tail: Sequence[_Piece]) -> dict[ChunkKey, ChunkKV]:
         """The entries that every rank has."""
-        store, entries = self.cache.store, {}
+        entries: dict[ChunkKey, ChunkKV] = {}
         pieces = list({piece.key: piece for piece in (*chunks, *tail)}.values())
-        results = [
-            store.lookup(piece.key, piece.tokens, piece.context, counted=piece not in tail) for piece in pieces
-        ]
+        results = [self._look_up(piece, counted=piece not in tail) for piece in pieces]
         agreed = self._ranks.all_have([result.entry is not None for result in results])
         for piece, result, everywhere in zip(pieces, results, agreed, strict=True):
             if everywhere:
@@ -256,6 +253,14 @@ class ChunkLoader:
             elif piece not in tail:
                 self._count("chunk_misses", result.reason.value if result.reason else "other-rank")
         return entries
+
+    def _look_up(self, piece: _Piece, counted: bool) -> LookupResult:
+        """Whatever goes wrong is a miss: on the other ranks it may not, and all have to vote on the same things."""
+        try:
+            return self.cache.store.lookup(piece.key, piece.tokens, piece.context, counted=counted)
+        except Exception:
+            logger.exception("could not look up a chunk of %d tokens", len(piece.tokens))
+            return LookupResult(None, None, MissReason.ERROR)
 
     def _fill(self, missing: Sequence[_Piece], load: ChunkLoad) -> dict[ChunkKey, ChunkKV]:
         """Compute and store what is missing, in the request's own blocks: they are written anew afterwards."""

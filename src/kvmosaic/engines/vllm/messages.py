@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.engines.vllm.cost import Line
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class ChunkLoad:
     """Whether other requests may find what is stored for this one; not if it came with a ``cache_salt``."""
     policy: str
     """Name and options of the policy that chooses what is recomputed."""
+    fill: bool
+    """Whether missing chunks are filled first; else they are computed as ordinary text."""
     spare: tuple[int, ...]
     """Blocks behind the request's own, to be used for the question while it is probed and not a step longer."""
 
@@ -43,6 +46,17 @@ class ChunkFetch:
     """Content hash and number of tokens of each."""
 
 
+@dataclass(frozen=True)
+class ChunkFill:
+    """A missing chunk to fill in the background, behind the step's own forward."""
+
+    digest: bytes
+    tokens: tuple[int, ...]
+    context: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    """Room for it, per KV cache group, for this step alone."""
+
+
 @dataclass
 class StepWork(KVConnectorMetadata):
     """From the scheduler to every worker."""
@@ -50,6 +64,7 @@ class StepWork(KVConnectorMetadata):
     engine_id: str
     loads: list[ChunkLoad] = field(default_factory=list)
     fetches: list[ChunkFetch] = field(default_factory=list)
+    fills: list[ChunkFill] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Requests that no longer need what was fetched for them."""
     clear: bool = False
@@ -67,6 +82,8 @@ class RankReport:
     """By content hash: the fastest tier that has the entry now, if any."""
     fetched: list[str]
     """Requests whose fetch is done."""
+    costs: dict[str, Line]
+    """What computing tokens (``blend``) and moving them into place (``remap``) takes, as measured so far."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ CountName = Literal[
     "write_errors",
 ]
 LevelName = Literal["tier_bytes", "tier_entries"]
-Stage = Literal["lookup", "fetch", "fill", "remap", "probe", "blend"]
+Stage = Literal["lookup", "fetch", "fill", "remap", "probe", "blend", "load", "predicted"]
 
 
 class Labelled(NamedTuple):

@@ -30,9 +30,10 @@ class RequestParameters(BaseModel):
             raise PromptError(f"kv_transfer_params: {where}: {first['msg']}") from None
 
 
-def policy_served(spec: str) -> Policy:
-    """The policy of that name, if vLLM can do what it asks for."""
+def policy_served(spec: str, num_layers: int) -> Policy:
+    """The policy of that name, if vLLM can do what it asks for with a model of so many layers."""
     policy = policy_named(spec)
+    policy.check(num_layers)
     if policy.narrows:
         raise ConfigError(
             f"policy {spec}: sets that shrink from layer to layer need the embedded engine; give one layer"

@@ -29,9 +29,17 @@ class Ranks:
         return votes.bool().tolist()
 
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, on the CPU, the same to the bit on all of them."""
+        """The sum of all ranks' tensors, on the CPU."""
         total = mine.cpu()
         if self.count > 1:
             torch.distributed.all_reduce(total, group=self._group.cpu_group)
-            torch.distributed.broadcast(total, self._group.ranks[0], group=self._group.cpu_group)
         return total
+
+    def first(self, mine: torch.Tensor) -> torch.Tensor:
+        """What the first rank has, a tensor on the CPU: ranks that compute alike may still round differently, and one
+        token more on one of them would leave the others waiting."""
+        if self.count == 1:
+            return mine
+        box = [mine]
+        torch.distributed.broadcast_object_list(box, self._group.ranks[0], group=self._group.cpu_group)
+        return box[0]

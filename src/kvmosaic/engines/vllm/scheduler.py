@@ -4,7 +4,7 @@ import hashlib
 import logging
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from kvmosaic.blend import policy_named
 from kvmosaic.blend.base import PROBE_TOKENS
@@ -14,8 +14,10 @@ from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.results import ChunkReport
+from kvmosaic.engines.vllm.backlog import FillBacklog
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import count_cached_tokens, salt_block_hashes
+from kvmosaic.engines.vllm.cost import Line
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
 from kvmosaic.engines.vllm.parameters import RequestParameters, policy_served
@@ -38,6 +40,8 @@ class _Plan:
     """Content hash of each chunk."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
     """Chunks that came from slower tiers."""
+    predicted: float = 0.0
+    """Seconds that bringing its chunks will take, if that is known."""
     waiting_for: set[int] | None = None
     """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
     deadline: float | None = None
@@ -58,6 +62,7 @@ class ChunkScheduler:
         ranks: int,
         engine_id: str,
         step_tokens: int,
+        num_layers: int,
     ) -> None:
         self._config = config
         self._parser = parser
@@ -73,11 +78,15 @@ class ChunkScheduler:
         self._engine_id = engine_id
         self._work = StepWork(engine_id)
         self._step_tokens = step_tokens
+        self._num_layers = num_layers
         self._tokens_in_step = 0
         """About how many tokens the coming step computes for chunks, beside vLLM's own."""
         self.pool: Any = None
         """vLLM's pool of blocks, from which a step may borrow."""
         self._borrowed: list[Any] = []
+        self._backlog = FillBacklog(config.background_fill_tokens, block_size)
+        self._costs: dict[int, dict[str, Line]] = {}
+        """What each rank measured."""
         self.stats = ChunkStats()
 
     def add(self, request: Any) -> None:
@@ -92,9 +101,8 @@ class ChunkScheduler:
         self._plans[request.request_id] = plan
         salt = repr((plan.ratio, plan.prompt.chunks))
         if 0 < plan.ratio < 1:
-            # What is recomputed depends on the policy and, with most, on the question.
-            asks = policy_named(plan.policy).asks_question
-            salt += repr((plan.policy, plan.prompt.tokens_of(plan.prompt.question) if asks else None))
+            # What is recomputed depends on the policy and, with most, on all of the prompt.
+            salt += repr((plan.policy, plan.prompt.token_ids if policy_named(plan.policy).reads_content else None))
         salt_block_hashes(request, plan.prompt.chunks[0].start // self._hash_block_size, salt.encode())
 
     def matched_tokens(self, request: Any, num_local: int) -> int | None:
@@ -107,6 +115,8 @@ class ChunkScheduler:
         if external == 0:
             return 0
         if plan.waiting_for is None and self._catalog.complete:
+            if not self._is_worth_it(request, plan, num_local):
+                return 0
             slow: dict[bytes, int] = {}
             for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
                 tier = self._catalog.tier(digest)
@@ -124,7 +134,9 @@ class ChunkScheduler:
             plan.deadline = time.monotonic() + PATIENCE_SECONDS
         if time.monotonic() < plan.deadline:
             return None
-        self._give_up(request)
+        logger.warning("request %s waited %d s for its chunks; it is prefilled", request.request_id, PATIENCE_SECONDS)
+        self._work.released.append(request.request_id)
+        self._serve_plainly(request, "slow-tier")
         return 0
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
@@ -149,9 +161,12 @@ class ChunkScheduler:
                     ids,
                     shared,
                     plan.policy,
+                    self._config.miss_policy == "fill-first",
                     self._borrow(plan, len(ids[0])),
                 )
             )
+            if self._costs:
+                self.stats.observe("predicted", plan.predicted)
             self._tokens_in_step += self._cost(plan, local)
         elif plan.waiting_for is not None:
             self._work.released.append(request.request_id)
@@ -160,6 +175,7 @@ class ChunkScheduler:
     def take_work(self, step: Any) -> StepWork:
         """The workers' part of ``step``, the ``SchedulerOutput`` being built."""
         self._tables.follow(step)
+        self._work.fills = self._backlog.take(step, self.pool)
         if self._borrowed:  # whoever gets them next writes them in a later step
             self.pool.free_blocks(self._borrowed)
         self._borrowed, self._tokens_in_step = [], 0
@@ -171,14 +187,17 @@ class ChunkScheduler:
 
     def _cost(self, plan: _Plan, local: int) -> int:
         """About how many tokens are computed to bring what follows the first ``local`` tokens."""
-        chunks = [(span, digest) for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)]
-        missing = sum(len(span) for span, digest in chunks if self._catalog.tier(digest) is None)
-        reused = sum(len(span) for span, _ in chunks if span.end > local)
-        return max(0, plan.prompt.system.end - local) + missing + int(plan.ratio * reused)
+        missing = blended = 0
+        for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
+            tokens = max(0, span.end - max(span.start, local))
+            is_missing = self._catalog.tier(digest) is None
+            missing += tokens if is_missing else 0
+            blended += tokens if not is_missing or self._config.miss_policy == "fill-first" else 0
+        return max(0, plan.prompt.system.end - local) + missing + int(plan.ratio * blended)
 
     def _borrow(self, plan: _Plan, owned: int) -> tuple[int, ...]:
         """Blocks for the part of the question that is probed, where the step does not compute all of it itself."""
-        if not 0 < plan.ratio < 1 or not policy_named(plan.policy).asks_question:
+        if not 0 < plan.ratio < 1 or not policy_named(plan.policy).reads_content:
             return ()
         question = plan.prompt.question
         end = min(question.end, question.start + PROBE_TOKENS)
@@ -198,12 +217,14 @@ class ChunkScheduler:
     def clear(self) -> None:
         """Have the workers forget all chunks."""
         self._catalog.clear()
+        self._backlog.clear()
         self._work.clear = True
 
     def update(self, report: StepReport) -> None:
         """Take in what the workers report."""
         for rank in report.ranks:
             self._catalog.update(rank)
+            self._costs[rank.rank] = rank.costs
             for request_id in rank.fetched:
                 plan = self._plans.get(request_id)
                 if plan is not None and plan.waiting_for:
@@ -219,14 +240,41 @@ class ChunkScheduler:
             return None
         return (plan and plan.report) or {"mode": "plain", "fallback_reason": fallback}
 
-    def _give_up(self, request: Any) -> None:
-        """Serve a request plainly whose chunks do not come."""
-        logger.warning("request %s waited %d s for its chunks; it is prefilled", request.request_id, PATIENCE_SECONDS)
+    def _serve_plainly(self, request: Any, reason: str) -> None:
+        """Serve a request with chunks as plain vLLM would."""
         del self._plans[request.request_id]
-        self._work.released.append(request.request_id)
-        self._fallbacks[request.request_id] = "slow-tier"
-        self.stats.count("fallbacks", "slow-tier")
+        self._fallbacks[request.request_id] = reason
+        self.stats.count("fallbacks", reason)
         self.stats.count("requests", "plain")
+
+    def _is_worth_it(self, request: Any, plan: _Plan, local: int) -> bool:
+        """Whether reusing what there is will be faster than a plain prefill; if not, the request gets one. Missing
+        chunks are noted, to be filled in the background."""
+        if self._config.miss_policy == "fill-first":
+            return True
+        if self._config.miss_policy == "background":
+            for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
+                if self._catalog.tier(digest) is None:
+                    self._backlog.add(digest, plan.prompt.tokens_of(span), self._context(plan.prompt))
+        ahead = plan.prompt.question.start - local
+        computed = self._cost(plan, local)
+        moved = ahead - computed
+        plan.predicted = self._seconds("blend", computed) + self._seconds("remap", moved)
+        if plan.predicted < self._seconds("blend", ahead):
+            return True
+        self._serve_plainly(request, "cost")
+        return False
+
+    def _seconds(self, stage: str, tokens: int) -> float:
+        """What a stage takes on the slowest rank; tokens alone count as long as nothing was measured."""
+        lines = [costs[stage] for costs in self._costs.values() if stage in costs]
+        if not lines:
+            return float(tokens) if stage == "blend" else 0.0
+        return max(line.seconds(tokens) for line in lines)
+
+    def _context(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
+        """What the chunks of a prompt are computed after."""
+        return prompt.tokens_of(prompt.system) if self._config.chunk_context == "system" else self._sink
 
     def _plan(self, request: Any) -> _Plan | str | None:
         """A plan for a request with chunks, the reason why it gets none, or ``None`` when it has no chunks."""
@@ -239,7 +287,7 @@ class ChunkScheduler:
             prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
             ratio = self._config.recompute_ratio if params.recompute_ratio is None else float(params.recompute_ratio)
             policy = self._config.policy if params.policy is None else params.policy
-            policy_served(policy)
+            policy_served(policy, self._num_layers)
         except KvmosaicError as error:
             logger.warning("request %s is served without the chunk cache: %s", request.request_id, error)
             return "bad-parameters"
@@ -253,7 +301,7 @@ class ChunkScheduler:
             return "multimodal"  # image tokens say nothing about the image
         if request.pooling_params is not None or request.skip_reading_prefix_cache:
             return "every-token-wanted"  # prompt logprobs and pooling need hidden states that reuse does not compute
-        context = prompt.tokens_of(prompt.system) if self._config.chunk_context == "system" else self._sink
+        context = self._context(prompt)
         algorithm = self._config.chunk_hash_algorithm
         digests = tuple(content_hash(prompt.tokens_of(span), context, algorithm) for span in prompt.chunks)
         if request.cache_salt is not None:
@@ -267,14 +315,17 @@ class ChunkScheduler:
     def _account(self, request: Any, plan: _Plan, local: int) -> None:
         """Note what is about to be reused, for the request's report and the metrics."""
         chunks, reused = [], 0.0
+        lacking: Literal["filled", "prefilled"] = (
+            "filled" if self._config.miss_policy == "fill-first" else "prefilled"
+        )
         for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
             if span.end <= local:
                 chunks.append(ChunkReport(span, "cached", "prefix-cache", None))
                 continue
             tier = plan.fetched_from.get(digest) or self._catalog.tier(digest)
-            chunks.append(ChunkReport(span, "cached" if tier else "filled", tier, None if tier else "missing"))
+            chunks.append(ChunkReport(span, "cached" if tier else lacking, tier, None if tier else "missing"))
             reused += (span.end - max(span.start, local)) * (1 - plan.ratio) if tier else 0
-        mode = "reuse" if all(chunk.status == "cached" for chunk in chunks) else "fill"
+        mode = "fill" if any(chunk.status == "filled" for chunk in chunks) else "reuse"
         if request.num_preemptions == 0:
             self.stats.count("requests", mode)
         plan.report = {

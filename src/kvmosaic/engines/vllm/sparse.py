@@ -164,9 +164,12 @@ class SparseForward:
         for group, size in enumerate(self.block_sizes):
             width = max(-(-row.end // size) for row in rows)
             table = torch.zeros(len(rows), width, dtype=torch.int32)
+            known: dict[int, torch.Tensor] = {}  # rows of one sequence share its blocks
             for index, row in enumerate(rows):
-                ids = row.blocks[group][: -(-row.end // size)]
-                table[index, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+                blocks, count = row.blocks[group], -(-row.end // size)
+                if id(blocks) not in known:
+                    known[id(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+                table[index, :count] = known[id(blocks)][:count]
             table = table.to(device)
             owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)).to(device)
             slots.append(table[owner, positions // size].long() * size + positions % size)

@@ -7,6 +7,9 @@ exists under the same name in the oldest and in the newest supported release.
 import re
 from typing import Any
 
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.engines.vllm.parameters import policy_served
+
 SUPPORTED_VLLM = ((0, 26), (0, 33))
 """Releases that were tried: from the first, up to but not including the second."""
 
@@ -29,7 +32,23 @@ def version_problem(version: str) -> str | None:
 def unsupported(vllm_config: Any) -> list[str]:
     """Why the chunk cache cannot work with this ``VllmConfig``: one line per reason, with what to do about it."""
     model = vllm_config.model_config
-    return [*_model_problems(model), *_parallel_problems(vllm_config.parallel_config), *_cache_problems(vllm_config)]
+    return [
+        *_model_problems(model),
+        *_parallel_problems(vllm_config.parallel_config),
+        *_cache_problems(vllm_config),
+        *_policy_problems(vllm_config),
+    ]
+
+
+def _policy_problems(vllm_config: Any) -> list[str]:
+    settings = vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.kv_connector_extra_config
+    if not settings or "policy" not in settings:
+        return []
+    try:
+        policy_served(settings["policy"], vllm_config.model_config.hf_text_config.num_hidden_layers)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _model_problems(model: Any) -> list[str]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvmosaic.engines.vllm.cost import LinearCost
 from kvmosaic.engines.vllm.metrics import ChunkStats, Stage
 
 
@@ -15,24 +16,31 @@ class StageTimer:
     def __init__(self, stats: ChunkStats, device: torch.device) -> None:
         self._stats = stats
         self._on_gpu = device.type == "cuda"
-        self._pending: list[tuple[Stage, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: list[tuple[Stage, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self.costs: dict[Stage, LinearCost] = {}
+        """What the stages take that said how many tokens they had."""
 
     @contextmanager
-    def stage(self, name: Stage) -> Iterator[None]:
-        """Time what happens inside."""
+    def stage(self, name: Stage, tokens: int = 0) -> Iterator[None]:
+        """Time what happens inside, done to so many tokens."""
         if not self._on_gpu:
             begin = time.perf_counter()
             yield
-            self._stats.observe(name, time.perf_counter() - begin)
+            self._observe(name, tokens, time.perf_counter() - begin)
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         yield
         end.record()
-        self._pending.append((name, start, end))
+        self._pending.append((name, tokens, start, end))
 
     def collect(self) -> None:
         """Observe the stages that are over by now."""
-        while self._pending and self._pending[0][2].query():
-            name, start, end = self._pending.pop(0)
-            self._stats.observe(name, start.elapsed_time(end) / 1e3)
+        while self._pending and self._pending[0][3].query():
+            name, tokens, start, end = self._pending.pop(0)
+            self._observe(name, tokens, start.elapsed_time(end) / 1e3)
+
+    def _observe(self, name: Stage, tokens: int, seconds: float) -> None:
+        self._stats.observe(name, seconds)
+        if tokens:
+            self.costs.setdefault(name, LinearCost()).observe(tokens, seconds)

@@ -1,0 +1,84 @@
+"""Worker side: asks policies which chunk tokens of a request are recomputed."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvmosaic.blend import choose, policy_named
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.rotary import LayerRotary
+from kvmosaic.engines.vllm.assembled import VllmAssembled
+from kvmosaic.engines.vllm.messages import ChunkLoad
+from kvmosaic.engines.vllm.ranks import Ranks
+from kvmosaic.engines.vllm.sparse import SparseForward
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 1024
+"""For so many prompts it is remembered which tokens were blended."""
+
+
+class _Choice(NamedTuple):
+    positions: torch.Tensor
+    """Ascending, ``[tokens]`` int32."""
+    computed_layer: int | None
+    """Up to this layer a probe computed all chunk tokens, and left them so."""
+
+
+class Blender:
+    """Makes a choice once for a prompt: vLLM's prefix cache may bring back a part of what was blended, and the rest
+    has to become what it was."""
+
+    def __init__(self, forward: SparseForward, rotary: Sequence[LayerRotary | None], ranks: Ranks) -> None:
+        self._forward = forward
+        self._rotary = rotary
+        self._ranks = ranks
+        self._choices: dict[bytes, _Choice] = {}
+
+    def clear(self) -> None:
+        """Forget all choices."""
+        self._choices.clear()
+
+    def positions(
+        self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]], compute_fresh: Callable[[], None]
+    ) -> set[int]:
+        """Tokens to recompute of the chunks that ``moves`` put in place, from ``load.first`` on. ``compute_fresh``
+        computes whatever else stands before the question, in this request and in those before it."""
+        spans = tuple(Span(at, at + len(entry.tokens)) for entry, at in moves)
+        if not spans or load.ratio == 0:
+            return set()
+        if load.ratio == 1:
+            return {position for span in spans for position in span.positions if position >= load.first}
+        assembled = VllmAssembled(
+            ChunkedPrompt(load.prompt.token_ids, spans),
+            load.prompt.question,
+            moves,
+            load.first,
+            [(*row, *load.spare) for row in load.blocks],
+            self._forward,
+            self._rotary,
+            self._ranks,
+            compute_fresh,
+        )
+        digest = load.blend_digest()
+        choice = self._choices.get(digest)
+        if choice is None:
+            choice = self._choose(load, assembled)
+            if len(spans) == len(load.prompt.chunks):  # a choice among some of them is not that of the whole prompt
+                self._choices[digest] = choice
+        elif choice.computed_layer is not None:
+            assembled.compute_chunks(choice.computed_layer)
+        while len(self._choices) > REMEMBERED:
+            del self._choices[next(iter(self._choices))]
+        return set(choice.positions[choice.positions >= load.first].tolist())
+
+    def _choose(self, load: ChunkLoad, assembled: VllmAssembled) -> _Choice:
+        try:
+            chosen = choose(policy_named(load.policy), assembled, load.ratio).positions
+        except Exception:
+            logger.exception("policy %s failed; request %s is recomputed as a whole", load.policy, load.request_id)
+            chosen = tuple(assembled.positions().tolist())
+        return _Choice(self._ranks.first(torch.tensor(chosen, dtype=torch.int32)), assembled.computed_layer)

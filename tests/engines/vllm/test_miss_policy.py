@@ -1,0 +1,117 @@
+"""What becomes of chunks that vLLM's workers have not stored: nobody's first answer is worse or slower for it."""
+
+import random
+import time
+
+import pytest
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvmosaic.engines.vllm import backlog
+from kvmosaic.vllm import LLM
+from tests.engines.vllm.conftest import SMALL
+from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("smollm2-135m", enable_chunk_cache=True, miss_policy="background", **SMALL)
+
+
+def new_documents(count):
+    return [f"Report {random.random()}: {random.choice(DOCUMENTS)}" for _ in range(count)]
+
+
+def statuses(output):
+    return [chunk["status"] for chunk in output.kv_transfer_params["chunks"]]
+
+
+def test_new_documents_are_prefilled_exactly_and_filled_while_the_answer_is_decoded(llm):
+    documents = new_documents(3)
+    text = prompt("You are helpful.", documents)
+    before = llm.get_stats()["total_chunks"]
+    [first] = answer(llm, [text], report=True)
+    assert first.kv_transfer_params == {"mode": "plain", "fallback_reason": "cost"}
+    [exact] = plain(llm, [text])
+    same(first, exact)
+    assert llm.get_stats()["total_chunks"] - before >= 3
+    [second] = answer(llm, [prompt("Another system prompt.", documents[::-1])], report=True)
+    assert second.kv_transfer_params["mode"] == "reuse"
+    assert statuses(second) == ["cached"] * 3
+
+
+def test_a_new_document_among_known_ones(llm):
+    known, new = new_documents(3), new_documents(1)
+    answer(llm, [prompt("You are helpful.", known)])
+    [output] = answer(llm, [prompt("Another one.", [*known[:2], *new, known[2]])], report=True)
+    assert statuses(output) == ["cached", "cached", "prefilled", "cached"]
+    [again] = answer(llm, [prompt("A third one.", [*known[:2], *new, known[2]])], report=True)
+    assert statuses(again) == ["cached"] * 4
+
+
+def test_what_is_filled_in_the_background_is_what_filling_first_stores(llm):
+    documents = new_documents(3)
+    answer(llm, [prompt("You are helpful.", documents)])
+    worker = get_kv_transfer_group().loader
+    store, sink = worker.cache.store, worker.cache.sink
+    entries = [
+        entry for entry in map(store_entry(store), store.scan()) if entry is not None and entry.context == sink
+    ]
+    mine = [entry for entry in entries if len(entry.tokens) > 5][-3:]
+    worker._scratch = [list(range(1, 40))]
+    for entry in mine:
+        [(k, v)] = worker.fill(entry.context, [entry.tokens], 0)
+        assert (entry.k.cpu() - k.cpu()).abs().max() < 1e-3
+        assert (entry.v.cpu() - v.cpu()).abs().max() < 1e-3
+
+
+def store_entry(store):
+    def get(info):
+        tier = store._stack.tiers[0]
+        return tier.get(info.key)
+
+    return get
+
+
+def test_requests_of_one_token_do_not_keep_documents_waiting_for_ever(llm, monkeypatch):
+    monkeypatch.setattr(backlog, "OVERDUE_SECONDS", 0.2)
+    documents = new_documents(2)
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"report": True}})
+    [first] = llm.generate([prompt("One token.", documents)], sampling, use_tqdm=False)
+    assert first.kv_transfer_params["fallback_reason"] == "cost"
+    time.sleep(0.3)
+    llm.generate(["Some other question, which is"], sampling, use_tqdm=False)
+    [again] = llm.generate([prompt("One token again.", documents)], sampling, use_tqdm=False)
+    assert statuses(again) == ["cached"] * 2
+
+
+def test_many_new_documents_at_once(llm):
+    texts = [prompt(f"Number {number}.", new_documents(3)) for number in range(6)]
+    expected = [plain(llm, [text])[0] for text in texts]
+    for ours, theirs in zip(answer(llm, texts), expected, strict=True):
+        same(ours, theirs)
+    assert llm.llm_engine.reset_prefix_cache()  # no borrowed block was forgotten
+
+
+def test_never(llm, monkeypatch):
+    """The scheduler's own setting decides; nothing is stored."""
+    from kvmosaic.core.config import load_config
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    monkeypatch.setattr(scheduler, "_config", load_config(enable_chunk_cache=True, miss_policy="never"))
+    before = llm.get_stats()["total_chunks"]
+    documents = new_documents(2)
+    for number in range(2):
+        [output] = answer(llm, [prompt(f"Never, number {number}.", documents)], report=True)
+        assert output.kv_transfer_params["mode"] == "plain"
+    assert llm.get_stats()["total_chunks"] == before
+
+
+def test_predicted_times_come_from_measured_ones(llm):
+    documents = new_documents(3)
+    for _ in range(3):
+        answer(llm, [prompt(f"Warm {random.random()}.", documents)])
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    lines = scheduler._costs[0]
+    assert 0 < lines["blend"].seconds(100) < 60
+    assert 0 < lines["remap"].seconds(100) < lines["blend"].seconds(100)
