@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvmosaic import __version__
-from kvmosaic.cli import bench, demo, doctor, eval, generate, models, serve, store
+from kvmosaic.cli import bench, calibrate, demo, doctor, eval, generate, models, serve, store
 from kvmosaic.cli.output import console
 from kvmosaic.core.errors import KvmosaicError
 
@@ -21,6 +21,7 @@ app.command()(demo.demo)
 app.command()(generate.generate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
 app.command("eval")(eval.evaluate)
+app.command()(calibrate.calibrate)
 app.command()(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")

@@ -23,7 +23,7 @@ def serve(
     recompute_ratio: Annotated[float | None, typer.Option(help="Share of reused tokens to recompute.")] = None,
     policy: Annotated[str | None, typer.Option(help="Which tokens those are, like 'sink-link(k=8)'.")] = None,
     sink_prefix: Annotated[
-        str | None, typer.Option(help="What chunks are computed after: bos, none, a text.")
+        str | None, typer.Option(help="What chunks are computed after: bos, none, document, a text.")
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Byte budget of the host tier, like 8GiB.")] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Directory of the disk tier.")] = None,
@@ -31,7 +31,7 @@ def serve(
 ) -> None:
     """Start vLLM's OpenAI server with a chunk cache. All other options go to ``vllm serve``."""
     settings = {name: value for name, value in context.params.items() if name != "model" and value is not None}
-    config = load_config(**settings)
+    config = load_config(model, **settings)
     try:
         import_module("kvmosaic.vllm")  # where vLLM is missing, it says how to install it
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -1,5 +1,6 @@
-"""Settings of the chunk cache: keyword arguments, then KVMOSAIC_* variables, then a YAML file."""
+"""Settings of the chunk cache: keyword arguments, KVMOSAIC_* variables, a YAML file, the model's profile."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,9 @@ from pydantic_settings import (
 )
 
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.profile import PROFILE_SETTINGS, load_profile, profile_path
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE_VARIABLE = "KVMOSAIC_CONFIG"
 
@@ -22,8 +26,8 @@ class ChunkCacheConfig(BaseSettings):
     """Every setting of the chunk cache, immutable once made.
 
     Precedence: keyword argument, then environment (``KVMOSAIC_CHUNK_SEPARATOR``), then the YAML file
-    named by ``KVMOSAIC_CONFIG``, then the default. Make one with :func:`load_config`, which turns
-    every validation failure into a one-line :class:`ConfigError`.
+    named by ``KVMOSAIC_CONFIG``, then the model's profile, then the default. Make one with :func:`load_config`,
+    which turns every validation failure into a one-line :class:`ConfigError`.
     """
 
     model_config = SettingsConfigDict(env_prefix="KVMOSAIC_", frozen=True, extra="forbid")
@@ -34,13 +38,19 @@ class ChunkCacheConfig(BaseSettings):
     chunk_context: Literal["alone", "system"] = "alone"
     """What a chunk is computed after: the sink prefix alone, or the request's system prompt."""
     sink_prefix: str = "bos"
-    """``bos``, ``none``, or a literal text whose KV is computed before a chunk and then dropped."""
+    """What a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text), or a literal text.
+    Its own KV is dropped."""
     recompute_ratio: float = Field(0.0, ge=0.0, le=1.0)
     """Share of a request's chunk tokens that a blend recomputes, what choosing them costs included."""
     policy: str = "composite"
     """Which tokens those are: a policy's name, with options in brackets, like ``sink-link(k=8)``."""
     blend_min_tokens: int = Field(0, ge=0)
     """Requests with fewer chunk tokens than this are prefilled as if they had no chunks."""
+    miss_policy: Literal["background", "fill-first", "never"] = "background"
+    """What becomes of chunks that are not in the store: ordinary text of the request, filled afterwards in the
+    background; filled first and then used; or ordinary text and never stored."""
+    background_fill_tokens: int = Field(2048, ge=1)
+    """About how many tokens one step of the vLLM engine fills in the background, at least one chunk."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
     """Share of a GPU's memory that the device tier takes (vLLM engine)."""
     host_memory: ByteSize = Field(ByteSize(2 * 1024**3), ge=0)
@@ -68,8 +78,24 @@ class ChunkCacheConfig(BaseSettings):
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls, yaml_file=path)
 
 
-def load_config(**settings: Any) -> ChunkCacheConfig:
-    """Build the configuration, or raise a :class:`ConfigError` that names each wrong setting in one line."""
+def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
+    """Build the configuration, or raise a :class:`ConfigError` that names each wrong setting in one line.
+
+    ``model``, a path or a name, is whose profile is asked for what nothing else sets. It is not even read when the
+    chunk cache is off, or when ``settings`` leave nothing for it to say.
+    """
+    config = _make(settings)
+    if model is None or not config.enable_chunk_cache or settings.keys() >= set(PROFILE_SETTINGS):
+        return config
+    # The fields set are those that any source gave a value for.
+    added = {name: value for name, value in load_profile(model).items() if name not in config.model_fields_set}
+    if not added:
+        return config
+    logger.info("from the profile %s: %s", profile_path(model), added)
+    return _make(settings | added)
+
+
+def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
     try:
         return ChunkCacheConfig(**settings)
     except ConfigError:

@@ -1,0 +1,121 @@
+"""Profiles: found by a model's name, below everything else in precedence, one line when broken."""
+
+import pytest
+
+from kvmosaic.core.config import load_config
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.profile import Measured, Profile, Targets, load_profile, profile_path, write_profile
+
+SETTINGS = {"policy": "sink-link(k=4)", "recompute_ratio": 0.1, "sink_prefix": "document"}
+ON = {"enable_chunk_cache": True}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
+
+
+@pytest.fixture
+def written(folder):
+    write_profile(Profile(**SETTINGS), profile_path("some-model"))
+    return folder / "some-model.yaml"
+
+
+def chosen(config):
+    return {name: getattr(config, name) for name in SETTINGS}
+
+
+def test_what_is_written_is_read_and_always_the_same(folder):
+    profile = Profile(
+        model="m",
+        **SETTINGS,
+        measured=Measured(kl_mean=0.01, top1=0.98, charged_ratio=0.09, n=3),
+        targets=Targets(max_kl=0.05, min_top1=0.9),
+        data="synthetic",
+        seed=0,
+        kvmosaic="0.1",
+    )
+    write_profile(profile, profile_path("m"))
+    assert load_profile("m") == SETTINGS
+    first = profile_path("m").read_bytes()
+    write_profile(profile, profile_path("m"))
+    assert profile_path("m").read_bytes() == first
+    assert list(folder.iterdir()) == [folder / "m.yaml"]
+
+
+@pytest.mark.parametrize("model", ["some-model", "org/some-model", "/a/folder/some-model", "some-model/"])
+def test_a_model_is_known_by_the_last_part_of_its_name(written, model):
+    assert profile_path(model) == written
+    assert load_profile(model) == SETTINGS
+
+
+def test_a_folder_may_be_the_current_one(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert profile_path(".") == folder / f"{tmp_path.name}.yaml"
+
+
+def test_no_profile_no_settings(folder):
+    assert load_profile("some-model") == {}
+    assert load_config("some-model", **ON) == load_config(**ON)
+
+
+def test_it_is_below_everything_else(written, tmp_path, monkeypatch):
+    assert chosen(load_config("some-model", **ON)) == SETTINGS
+    (tmp_path / "settings.yaml").write_text("recompute_ratio: 0.2\nsink_prefix: none\n")
+    monkeypatch.setenv("KVMOSAIC_CONFIG", str(tmp_path / "settings.yaml"))
+    monkeypatch.setenv("KVMOSAIC_RECOMPUTE_RATIO", "0.3")
+    config = load_config("some-model", **ON)
+    assert chosen(config) == {"policy": "sink-link(k=4)", "recompute_ratio": 0.3, "sink_prefix": "none"}
+    # A value counts as given also when it is the default.
+    config = load_config("some-model", policy="composite", sink_prefix="bos", **ON)
+    assert chosen(config) == {"policy": "composite", "recompute_ratio": 0.3, "sink_prefix": "bos"}
+
+
+def test_it_is_for_the_chunk_cache_only(written):
+    assert chosen(load_config("some-model")) == chosen(load_config())
+
+
+def test_a_complete_configuration_is_taken_as_it_is(written):
+    """What a front end hands to the connector has been through all this already."""
+    complete = load_config(**ON).model_dump(mode="json")
+    assert chosen(load_config("some-model", **complete)) == chosen(load_config())
+    written.write_text("broken")
+    load_config("some-model", **complete)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- a\n- b\n", "content"),
+        ("just text", "content"),
+        ("", "content"),
+        ("a: [b\n", "parsing"),
+        ("policy: composite\nsink_prefix: bos\n", "recompute_ratio"),
+        ("policy: composite\nsink_prefix: bos\nrecompute_ratio: 1.5\n", "recompute_ratio"),
+        ("policy: composite\nsink_prefix: bos\nrecompute_ratio: true\n", "recompute_ratio"),
+        ("policy: composite\nsink_prefix: no\nrecompute_ratio: 0\n", "sink_prefix"),
+        ("policy: \nsink_prefix: bos\nrecompute_ratio: 0\n", "policy"),
+    ],
+)
+def test_a_broken_one_is_one_line_that_names_it(written, text, reason):
+    written.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config("some-model", **ON)
+    assert str(written) in str(error.value)
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_one_that_cannot_be_read(folder):
+    profile_path("some-model").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="some-model"):
+        load_profile("some-model")
+    profile_path("other").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="other"):
+        load_profile("other")
+
+
+def test_keys_of_a_later_version_are_no_reason_to_fail(written):
+    written.write_text(written.read_text() + "start_up_gate: 3\n")
+    assert load_profile("some-model") == SETTINGS

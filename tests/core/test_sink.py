@@ -1,0 +1,45 @@
+"""Which tokens a sink prefix stands for."""
+
+import pytest
+
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.sink import sink_tokens
+
+BOS = 7
+
+
+def encode(text):
+    """One token a character."""
+    return tuple(map(ord, text))
+
+
+@pytest.mark.parametrize("bos", [BOS, None])
+def test_presets(bos):
+    start = [] if bos is None else [bos]
+    assert sink_tokens("none", " # # ", bos, None) == []
+    assert sink_tokens("bos", " # # ", bos, None) == start
+    document = sink_tokens("document", " # # ", bos, encode)
+    assert document[: len(start)] == start
+    text = "".join(map(chr, document[len(start) :]))
+    assert text.count(" # # ") == 2
+    # The passages are kept apart as those of requests are.
+    assert "".join(map(chr, sink_tokens("document", "|", None, encode))) == text.replace(" # # ", "|")
+
+
+@pytest.mark.parametrize("text", ["bso", "BOS", "A text of one's own.", ""])
+def test_all_else_is_a_text_and_exactly_its_own_tokens(text):
+    assert sink_tokens(text, " # # ", BOS, encode) == list(encode(text))
+
+
+@pytest.mark.parametrize("setting", ["document", "a text"])
+def test_a_text_needs_a_tokenizer(setting):
+    with pytest.raises(ConfigError, match="needs a tokenizer") as error:
+        sink_tokens(setting, " # # ", BOS, None)
+    assert setting in str(error.value)
+
+
+def test_the_neutral_text_is_short(tokenizer):
+    def plain(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    assert 50 <= len(sink_tokens("document", " # # ", 0, plain)) <= 70
