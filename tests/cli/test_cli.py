@@ -47,7 +47,7 @@ def test_version():
 def test_demo(smollm2_folder):
     result = kvmosaic("demo", "--max-tokens", 3, "--json")
     requests = result["requests"]
-    assert [request["mode"] for request in requests] == ["fill", "reuse", "reuse", "fill", "reuse", "reuse"]
+    assert [request["mode"] for request in requests] == ["fill", "reuse", "reuse", "fill", "reuse", "reuse", "reuse"]
     for request in requests:
         assert {"ttft_ms", "full_prefill_ttft_ms", "prompt_tokens", "cached_tokens", "recomputed_tokens"} <= set(
             request

@@ -53,6 +53,7 @@ def run(
         llm = LLM(
             folder,
             enable_chunk_cache=True,
+            miss_policy="fill-first",
             chunk_cache_gpu_memory_fraction=0.15 if tier == "device" else 0.0,
             host_memory="40GiB",
             load_format="dummy",

@@ -116,7 +116,14 @@ REQUESTS = (
         "What is the blue goat cheese called?",
     ),
     Request(
-        "6 all redone",
+        "6 a few redone",
+        "You are the clerk of the town hall. Answer in one sentence.",
+        ("bakery", "library", "museum", "lighthouse", "market"),
+        "When is the library closed?",
+        ratio=0.15,
+    ),
+    Request(
+        "7 all redone",
         "Answer in a few words.",
         ("lighthouse", "museum", "market", "ferry", "bakery"),
         "How high is the lighthouse on Gannet Rock?",

@@ -126,6 +126,12 @@ class ChunkCache:
         found |= self.fill_missing(missing, context, length)
         return [found[tuple(chunk)] for chunk in chunks]
 
+    def fill_all(self, prompt: ChunkedPrompt) -> None:
+        """Have every chunk of a prompt in the store that fits into it."""
+        context, length = self.context_of(prompt), len(prompt.token_ids)
+        fitting = [span for span in prompt.chunks if self.fits(len(span), context, length)]
+        self.find_or_fill([prompt.tokens_of(span) for span in fitting], context, length)
+
     def fill_missing(
         self, missing: Mapping[tuple[int, ...], Missing], context: Sequence[int], length: int
     ) -> dict[tuple[int, ...], Found]:

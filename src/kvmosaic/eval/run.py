@@ -42,7 +42,7 @@ class _Judge:
         self._max_answer = max_answer
         self._stops = stop_ids(llm.model)
         llm.chunk_cache.clear()
-        llm.assemble(question.prompt, 0.0)  # fills the chunks
+        llm.chunk_cache.fill_all(question.prompt)
         full, self._full_ms = self._timed(lambda: llm.full_prefill(question.prompt, max_answer))
         self._answer, self._logits = self._generate(question.prompt, full, [], full.logits)
 
