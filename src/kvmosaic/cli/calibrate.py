@@ -100,8 +100,9 @@ def _measure(
     with progress_bar(len(sinks) * len(examples)) as steps:
         for sink in sinks:
             steps.start(f"examples, sink prefix {sink}")
-            # A store of its own: nothing of the user's is read or cleared. Nor is an older profile, which may be
-            # why this is run: it is not looked at when its settings are given.
+            # A store of its own: nothing of the user's is read or cleared. A chunk that does not stay in it is filled
+            # again; as ordinary text it would count as perfect. And an older profile, which may be why this is run,
+            # is not looked at when its settings are given.
             own: dict[str, Any] = {"disk_path": None, "tenant": "eval", "miss_policy": "fill-first"}
             given: dict[str, Any] = {"sink_prefix": sink, "policy": "composite", "recompute_ratio": 0.0}
             with LLM(loaded.model, loaded.tokenizer, enable_chunk_cache=True, **own, **given) as llm:
