@@ -49,7 +49,8 @@ def prompts(draw):
 
 SPECS = st.sampled_from(
     ["random", "sink-link", "sink-link(k=3)", "query-attention", "query-attention(span=1)", "composite",
-     "composite(link=0)", "composite(link=1)", "kv-deviation", "kv-deviation(unit=document)",
+     "composite(asking=1)", "composite(link=0, asking=1)", "composite(link=1, asking=0.5)",
+     "kv-deviation", "kv-deviation(unit=document)",
      "kv-deviation(part=v, layers=0+3+7)", "kv-deviation(threshold=1.5)"]
 )  # fmt: skip
 

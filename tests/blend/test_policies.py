@@ -14,7 +14,7 @@ SPECS = [
     "kv-deviation(part=v, layers=1+8+16)",
     "kv-deviation(unit=document)",
     "kv-deviation(threshold=2)",
-    "composite(link=0.5, power=1)",
+    "composite(link=0.5, power=1, asking=1)",
 ]
 DOCUMENTS = [
     "The ferry to Orsa leaves at 7:40 from the north pier. Its captain is Maud Lind, who also runs the kiosk.",

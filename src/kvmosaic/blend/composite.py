@@ -24,11 +24,13 @@ class Composite(Policy):
     link: Annotated[float, Field(ge=0, le=1)] = 0.25
     power: Annotated[float, Field(ge=0, le=8)] = 2.0
     layers: Annotated[int, Field(ge=1, lt=2**31)] = 3
+    asking: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """The question is asked only where that costs at most this part of what may be spent; else chunks are alike."""
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         probed = middle_layers(assembled, self.layers)
-        # A long question about short chunks: asking would eat up what there is to spend.
-        if not probed or assembled.probe_share(probed[-1], ratio) > 0.5:
+        # A long question about short chunks: asking would cost more tokens than it is worth.
+        if not probed or assembled.probe_share(probed[-1], ratio) > self.asking:
             chosen = first_tokens(assembled, assembled.affordable(ratio))
         else:
             scores = question_scores(assembled, probed)

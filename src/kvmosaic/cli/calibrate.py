@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import platformdirs
 import typer
 
-from kvmosaic.cli.eval import _BETWEEN_POLICIES, _numbers
+from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import profile_path, write_profile
@@ -41,8 +41,8 @@ def calibrate(
     # Everything that can be wrong is looked at before the model is loaded.
     target = Target(max_kl, min_top1)
     target.check()
-    chosen_policies = [part.strip() for part in _BETWEEN_POLICIES.split(policies)]
-    cells = candidate_cells(chosen_policies, _numbers(ratios))
+    chosen_policies = [part.strip() for part in BETWEEN_POLICIES.split(policies)]
+    cells = candidate_cells(chosen_policies, numbers(ratios))
     sinks = list(dict.fromkeys(part.strip() for part in sink_prefixes.split(",")))
     if "" in sinks:
         raise ConfigError(f"--sink-prefixes {sink_prefixes!r}: one of them is empty; use none for no prefix")

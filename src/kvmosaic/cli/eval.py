@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # importing it for real takes seconds
     from kvmosaic.eval.metrics import Interval
     from kvmosaic.eval.summary import Summary
 
-_BETWEEN_POLICIES = re.compile(r",(?![^(]*\))")
+BETWEEN_POLICIES = re.compile(r",(?![^(]*\))")
 """A comma that is not inside brackets."""
 
 
@@ -44,15 +44,15 @@ def evaluate(
     from kvmosaic.hf import LLM
 
     # Everything that can be wrong is looked at before the model is loaded.
-    chosen = DEFAULT_POLICIES if policies is None else [part.strip() for part in _BETWEEN_POLICIES.split(policies)]
-    cells = make_cells(chosen, _numbers(ratios))
+    chosen = DEFAULT_POLICIES if policies is None else [part.strip() for part in BETWEEN_POLICIES.split(policies)]
+    cells = make_cells(chosen, numbers(ratios))
     examples = load(data, limit, seed, form)
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: its folder does not exist")
     settings: dict[str, Any] = {} if sink_prefix is None else {"sink_prefix": sink_prefix}
     with console.status(f"loading {model}"):
         # A store of its own: nothing of the user's is read or cleared.
-        llm = LLM(model, enable_chunk_cache=True, disk_path=None, tenant="eval", **settings)
+        llm = LLM(model, enable_chunk_cache=True, disk_path=None, tenant="eval", miss_policy="fill-first", **settings)
         plan = make_plan(llm, examples, cells, max_answer)
     folder = output or Path(platformdirs.user_cache_dir("kvmosaic")) / "eval" / plan.digest
     with llm, WorkFile(folder, plan.digest) as work, progress_bar(len(examples)) as steps:
@@ -70,7 +70,7 @@ def evaluate(
         print_json({**about, **summary.as_dict()})
 
 
-def _numbers(text: str) -> list[float]:
+def numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:

@@ -11,6 +11,7 @@ from kvmosaic.engines.vllm import scheduler
 from kvmosaic.hf import LLM as HFEngine
 from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
 
+ASKING = "composite(asking=1)"
 SHARED = [
     "random(seed=3)",
     "sink-link",
@@ -19,6 +20,7 @@ SHARED = [
     "kv-deviation(part=v, layers=2, unit=document)",
     "query-attention",
     "composite",
+    ASKING,
 ]
 
 
@@ -60,21 +62,27 @@ def test_ratio_one_is_a_full_prefill_with_every_policy(llm, policy):
 def test_the_same_request_gives_the_same_answer_whatever_was_served_before(llm):
     """Same documents under many questions: what one question had recomputed must not reach another."""
     questions = [f"Tell me about the {word}. It is" for word in ("ferry", "bakery", "library", "cheese", "number 7")]
-    texts = [prompt(f"Order test {random.random()}.", DOCUMENTS, question) for question in questions]
-    first = [answer(llm, [text], recompute_ratio=0.3)[0] for text in texts]
+    system = f"Order test {random.random()}."
+    texts = [prompt(system, DOCUMENTS * 2, question) for question in questions]
+    first = []
+    for text in texts:
+        llm.reset_prefix_cache()
+        first += answer(llm, [text], recompute_ratio=0.3, policy=ASKING)
     for _ in range(3):
         order = random.sample(range(len(texts)), len(texts))
         for index in order:
-            [again] = answer(llm, [texts[index]], recompute_ratio=0.3)
+            [again] = answer(llm, [texts[index]], recompute_ratio=0.3, policy=ASKING)
             same(again, first[index])
-    for ours, alone in zip(answer(llm, texts, recompute_ratio=0.3), first, strict=True):  # all in one batch
+    for ours, alone in zip(
+        answer(llm, texts, recompute_ratio=0.3, policy=ASKING), first, strict=True
+    ):  # all in one batch
         same(ours, alone)
     [theirs] = plain(llm, texts[:1])
     [exact] = answer(llm, texts[:1], recompute_ratio=1.0)
     same(exact, theirs)
 
 
-@pytest.mark.parametrize("policy", ["kv-deviation(part=v)", "sink-link", "composite"])
+@pytest.mark.parametrize("policy", ["kv-deviation(part=v)", "sink-link", ASKING])
 def test_a_prompt_is_blended_as_it_was_when_vllm_kept_only_a_part_of_it(llm, policy):
     """The prefix cache brings back what it still has; the rest must become what it was."""
     text = prompt(f"Part test {random.random()}.", DOCUMENTS * 2, "Tell me about the bakery. It is")
@@ -99,9 +107,12 @@ def test_requests_that_share_a_new_system_prompt_in_one_step(llm):
     """The second one probes through blocks that the first one is about to compute in the same step."""
     system = f"You are number {random.random()}. " + "Answer with care and in few words, as always. " * 8
     texts = [prompt(system, DOCUMENTS[:2], "One. It is"), prompt(system, DOCUMENTS[1:], "Who owns it? It is")]
-    together = answer_each(llm, texts, [{"recompute_ratio": 0.0}, {"recompute_ratio": 0.4}])
+    together = answer_each(llm, texts, [{"recompute_ratio": 0.0}, {"recompute_ratio": 0.4, "policy": ASKING}])
     llm.reset_prefix_cache()
-    alone = [answer(llm, [texts[0]], recompute_ratio=0.0)[0], answer(llm, [texts[1]], recompute_ratio=0.4)[0]]
+    alone = [
+        answer(llm, [texts[0]], recompute_ratio=0.0)[0],
+        answer(llm, [texts[1]], recompute_ratio=0.4, policy=ASKING)[0],
+    ]
     for ours, single in zip(together, alone, strict=True):
         same(ours, single)
 
