@@ -37,15 +37,9 @@ class AttentionPlan:
         self.observe: Observer | None = None
         """Called in each layer with its index, queries ``[heads, rows, dim]``, keys ``[kv_heads, length, dim]`` and
         the scale of their products, before attention is computed."""
-        self.narrows = False
-        """Whether rows are dropped on the way through the layers."""
-
-    @property
-    def is_plain_causal(self) -> bool:
-        if self.narrows:
-            return False
-        rows = len(self.positions)
-        return rows == self.length or (rows == 1 and int(self.positions[0]) == self.length - 1)
+        rows = len(positions)
+        self.is_plain_causal = rows == length or (rows == 1 and int(positions[0]) == length - 1)
+        """Whether ordinary causal attention, without a mask, does the same."""
 
     def visible(self, rule: Callable[..., torch.Tensor]) -> torch.Tensor:
         """``[rows, length]`` bool: a transformers mask rule, asked about the rows' true positions."""

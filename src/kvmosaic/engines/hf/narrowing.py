@@ -45,7 +45,8 @@ class Narrowing:
     @contextmanager
     def active(self, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Drop rows between layers for the forward inside the block."""
-        self._plan.narrows, self._kv.on_write = True, self.written
+        self._plan.is_plain_causal = False  # rows are about to be dropped
+        self._kv.on_write = self.written
         handles = [layer.register_forward_pre_hook(self._enter, with_kwargs=True) for layer in layers]
         try:
             yield
