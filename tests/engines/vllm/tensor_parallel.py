@@ -1,7 +1,7 @@
 """Run as a program by the test beside it: a process of its own, as vLLM's workers are told their cores at its start.
 
 Prints one JSON line: answers (and tokens reported as cached) at ratio 0.0 with documents first filled, then reused,
-then missing on one rank alone; by full prefill, and at ratio 1.0.
+then missing on one rank alone; blended; by full prefill, and at ratio 1.0.
 """
 
 import json
@@ -54,6 +54,8 @@ def main(model: str, ranks: int) -> None:
         "filled": ask([0, 1, 2, 3, 4], 12),
         "moved": ask([4, 2, 0, 1, 3], 13),
         "all": ask([0, 1, 2, 3, 4], 11, recompute_ratio=1.0)[0],
+        "asked": ask([3, 1, 0, 2, 4], 15, recompute_ratio=0.5, policy="composite(asking=1)"),
+        "checked": ask([3, 1, 0, 2, 4], 16, recompute_ratio=0.8, policy="kv-deviation(layers=0)"),
     }
     result["heads"] = llm.collective_rpc(forget_some)
     result["plain"] = ask([0, 1, 2, 3, 4], 11, chunk_cache=False)[0]

@@ -38,8 +38,9 @@ def test_two_ranks_answer_as_one(tmp_path, kv_heads):
     two, one = answers(folder, 2), answers(folder, 1)
     assert two["heads"] == (["0-1of4", "2-3of4"] if kv_heads == 4 else ["0-0of1", "0-0of1"])
     assert two["all"] == two["plain"] == one["plain"]
-    for case in ("filled", "moved", "one_rank_forgot", "reused_again"):
+    for case in ("filled", "moved", "asked", "checked", "one_rank_forgot", "reused_again"):
         assert two[case][0] == one[case][0], case
+    assert 0 < two["asked"][1] < two["document_tokens"]
     cached = {case: two[case][1] for case in ("filled", "moved", "one_rank_forgot", "reused_again")}
     assert cached["filled"] == 0
     assert cached["moved"] == cached["reused_again"] == two["document_tokens"]
