@@ -40,8 +40,8 @@ class _Plan:
     """Content hash of each chunk."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
     """Chunks that came from slower tiers."""
-    predicted: float = 0.0
-    """Seconds that bringing its chunks will take, if that is known."""
+    predicted: float | None = None
+    """Seconds that bringing its chunks will take, where that was asked and costs were measured."""
     waiting_for: set[int] | None = None
     """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
     deadline: float | None = None
@@ -165,7 +165,7 @@ class ChunkScheduler:
                     self._borrow(plan, len(ids[0])),
                 )
             )
-            if self._costs:
+            if plan.predicted is not None:
                 self.stats.observe("predicted", plan.predicted)
             self._tokens_in_step += self._cost(plan, local)
         elif plan.waiting_for is not None:
@@ -258,19 +258,18 @@ class ChunkScheduler:
                     self._backlog.add(digest, plan.prompt.tokens_of(span), self._context(plan.prompt))
         ahead = plan.prompt.question.start - local
         computed = self._cost(plan, local)
-        moved = ahead - computed
-        plan.predicted = self._seconds("blend", computed) + self._seconds("remap", moved)
-        if plan.predicted < self._seconds("blend", ahead):
-            return True
-        self._serve_plainly(request, "cost")
-        return False
+        if all({"blend", "remap"} <= costs.keys() for costs in self._costs.values()):
+            plan.predicted = self._seconds("blend", computed) + self._seconds("remap", ahead - computed)
+            is_faster = plan.predicted < self._seconds("blend", ahead)
+        else:  # nothing was measured yet
+            is_faster = computed < ahead
+        if not is_faster:
+            self._serve_plainly(request, "cost")
+        return is_faster
 
     def _seconds(self, stage: str, tokens: int) -> float:
-        """What a stage takes on the slowest rank; tokens alone count as long as nothing was measured."""
-        lines = [costs[stage] for costs in self._costs.values() if stage in costs]
-        if not lines:
-            return float(tokens) if stage == "blend" else 0.0
-        return max(line.seconds(tokens) for line in lines)
+        """What a stage takes on the slowest rank."""
+        return max(costs[stage].seconds(tokens) for costs in self._costs.values())
 
     def _context(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
         """What the chunks of a prompt are computed after."""
