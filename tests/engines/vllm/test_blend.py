@@ -161,7 +161,7 @@ def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
         f"sink-link(k={10**26})",
         f"random(seed={10**23})",
         f"query-attention(span={10**23})",
-        "composite(power=inf)",
+        "composite(reach=inf)",
     ],
 )
 def test_policies_that_cannot_be_served_fall_back_to_plain(llm, policy):

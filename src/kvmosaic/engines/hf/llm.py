@@ -26,7 +26,9 @@ from kvmosaic.engines.hf.model import HFModel, max_positions
 from kvmosaic.engines.hf.plain import Decoded, plain_generate
 from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.engines.hf.sampling import Sampler, SamplingParams, stop_ids
+from kvmosaic.engines.hf.self_test import self_test
 from kvmosaic.engines.results import ChunkReport, RequestOutput
+from kvmosaic.engines.self_test import OFF
 from kvmosaic.models import resolve
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,11 @@ class LLM:
             self._off_reason = f"unsupported model: {' '.join(reason.split())}"
             logger.warning("the chunk cache is off: %s", self._off_reason)
             return
-        self._off_reason = None
+        self._off_reason = self_test(self._engine, sink, self.config.chunk_context) if self.config.self_test else None
+        if self._off_reason is not None:
+            self._engine = None
+            logger.error(OFF, self._off_reason)
+            return
         # The last part of a path or hub name: the same model has the same name wherever its folder is.
         name = Path(self.model.name_or_path).name or f"{type(self.model).__name__}-{self._engine.weights}"
         self._chunk_cache = ChunkCache(self.config, name, sink, self.parser, self._engine, self.max_positions)

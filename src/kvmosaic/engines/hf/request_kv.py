@@ -37,8 +37,10 @@ class RequestKV(_PositionedCache):
     def __init__(self, kv_format: KVFormat, capacity: int, device: torch.device) -> None:
         super().__init__()
         shape = (kv_format.layers, kv_format.heads, capacity)
-        self.k = torch.empty(*shape, kv_format.k_dim, dtype=kv_format.dtype, device=device)
-        self.v = torch.empty(*shape, kv_format.v_dim, dtype=kv_format.dtype, device=device)
+        # Zeros, because rows that no token may see yet are multiplied by weights of 0, and what is left over in
+        # memory may be no number.
+        self.k = torch.zeros(*shape, kv_format.k_dim, dtype=kv_format.dtype, device=device)
+        self.v = torch.zeros(*shape, kv_format.v_dim, dtype=kv_format.dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._length = 0
         self.on_write: Callable[[int, dict[str, torch.Tensor], dict[str, torch.Tensor]], None] | None = None

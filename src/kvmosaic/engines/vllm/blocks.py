@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
 from kvmosaic.core.rotation import rotate_
 from kvmosaic.engines.rotary import LayerRotary, turns_for
 from kvmosaic.engines.vllm.compat import paged_cache
@@ -38,6 +38,8 @@ class Part(NamedTuple):
 class RequestBlocks(ABC):
     """Moves KV between entries and the blocks of requests."""
 
+    _forward: SparseForward
+
     @abstractmethod
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
         """Remap entries to ascending positions of a sequence, except below ``first``: those are in blocks that other
@@ -46,6 +48,34 @@ class RequestBlocks(ABC):
     @abstractmethod
     def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
         """Run rows, and return the KV of some parts of them."""
+
+    def fill(
+        self, context: Sequence[int], chunks: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
+    ) -> list[KV]:
+        """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that nobody else uses. They
+        have room for any one of the chunks, and take as many at a time as fit."""
+        sizes = self._forward.block_sizes
+        results: list[KV] = []
+        rows: list[Row] = []
+        used = [0] * len(blocks)
+
+        def run_rows() -> None:
+            parts = [Part(index, len(context), row.end) for index, row in enumerate(rows)]
+            results.extend(self.compute(rows, parts))
+            rows.clear()
+
+        assert VIRTUAL_POS_START == 0
+        for chunk in chunks:
+            tokens = [*context, *chunk]
+            need = [-(-len(tokens) // size) for size in sizes]
+            if any(u + n > len(row) for u, n, row in zip(used, need, blocks, strict=True)):
+                run_rows()
+                used = [0] * len(blocks)
+            own = [row[u : u + n] for row, u, n in zip(blocks, used, need, strict=True)]
+            rows.append(Row(tokens, VIRTUAL_POS_START, own))
+            used = [u + n for u, n in zip(used, need, strict=True)]
+        run_rows()
+        return results
 
 
 class KernelBlocks(RequestBlocks):

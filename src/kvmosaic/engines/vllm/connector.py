@@ -16,6 +16,7 @@ from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.sink import sink_tokens
+from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.blocks import KernelBlocks
 from kvmosaic.engines.vllm.compat import hash_block_size, unsupported_cache
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
@@ -24,6 +25,7 @@ from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.scheduler import ChunkScheduler
+from kvmosaic.engines.vllm.self_test import self_test
 from kvmosaic.engines.vllm.sparse import SparseForward
 from kvmosaic.engines.vllm.support import unsupported
 from kvmosaic.engines.vllm.worker import current_runner
@@ -120,21 +122,28 @@ class ChunkConnector(KVConnectorBase_V1):
             "config": model.hf_text_config.to_dict(),
             "weights": _weight_files(model.model),
         }
-        ranks = Ranks(model)
+        ranks, sink = Ranks(model), self._sink()
+        forward = SparseForward(self._vllm_config, runner, self._caches)
         self.loader = ChunkLoader(
             self._config,
             model.model,
             identity,
-            self._sink(),
+            sink,
             self._parser,
-            SparseForward(self._vllm_config, runner, self._caches),
+            forward,
             runner.model,
             device_pool,
             ranks,
             model.max_model_len,
         )
         self.fetcher = ChunkFetcher(self.loader.cache.store)
-        if ranks.rank == 0:
+        if self._config.self_test:
+            self.loader.off_reason = self_test(
+                model, sink, self._config.chunk_context, forward, self.loader._blocks, ranks
+            )
+        if ranks.rank == 0 and self.loader.off_reason is not None:
+            logger.error(OFF, self.loader.off_reason)
+        elif ranks.rank == 0:
             budgets = {
                 "device": 0 if device_pool is None else device_pool.nbytes,
                 "host": self._config.host_memory,

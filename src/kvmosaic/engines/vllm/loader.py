@@ -9,18 +9,17 @@ from typing import NamedTuple
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
+from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import KV, ChunkCache
-from kvmosaic.engines.rotary import LayerRotary, explain_layer
 from kvmosaic.engines.vllm.blender import Blender
 from kvmosaic.engines.vllm.blocks import BackendBlocks, KernelBlocks, Part, RequestBlocks
 from kvmosaic.engines.vllm.messages import ChunkFill, ChunkLoad, RankReport
 from kvmosaic.engines.vllm.metrics import ChunkStats, CountName
 from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rotary import find_tables
+from kvmosaic.engines.vllm.rotary import measure_rotary
 from kvmosaic.engines.vllm.sparse import Row, SparseForward
 from kvmosaic.engines.vllm.timing import StageTimer
 from kvmosaic.store import LookupResult, MissReason
@@ -79,7 +78,7 @@ class ChunkLoader:
         self._forward = forward
         self._ranks = ranks
         self._scratch: Sequence[Sequence[int]] = [range(1, 9) for _ in forward.block_sizes]  # block 0 is never used
-        rotary = self._measure(network)
+        rotary = measure_rotary(forward, network, self._scratch)
         self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary) or BackendBlocks(forward, rotary)
         self._blender = Blender(forward, rotary, ranks)
         self._fingerprint = format_fingerprint(
@@ -89,6 +88,8 @@ class ChunkLoader:
         self.stats = ChunkStats(rank=ranks.rank)
         self.timer = StageTimer(self.stats, forward.device)
         self._counted = self.cache.store.event_counts()
+        self.off_reason: str | None = None
+        """Why nothing may be reused: the scheduler is told so, and hands out no work."""
 
     def fingerprint(self, length: int) -> str:
         """The same for every prompt: vLLM's rotary tables do not depend on its length."""
@@ -97,7 +98,8 @@ class ChunkLoader:
     def report(self, changes: dict[bytes, str | None], fetched: list[str]) -> RankReport:
         """What the scheduler should know of this rank."""
         costs = {str(stage): cost.line() for stage, cost in self.timer.costs.items()}
-        return RankReport(self._ranks.rank, self.cache.store.fastest_tier, changes, fetched, costs)
+        off = self.off_reason is not None
+        return RankReport(self._ranks.rank, self.cache.store.fastest_tier, changes, fetched, costs, off)
 
     def take_stats(self) -> ChunkStats | None:
         """Metrics since the last call, if there are any."""
@@ -263,9 +265,12 @@ class ChunkLoader:
             return LookupResult(None, None, MissReason.ERROR)
 
     def _fill(self, missing: Sequence[_Piece], load: ChunkLoad) -> dict[ChunkKey, ChunkKV]:
-        """Compute and store what is missing, in the request's own blocks: they are written anew afterwards."""
+        """Compute and store what is missing, in the request's own blocks, which are written anew afterwards, and the
+        spare ones."""
         sizes, length = self._forward.block_sizes, len(load.prompt.token_ids)
-        self._scratch = [row[load.first // size :] for row, size in zip(load.blocks, sizes, strict=True)]
+        self._scratch = [
+            (*row, *load.spare)[load.first // size :] for row, size in zip(load.blocks, sizes, strict=True)
+        ]
         room = min(len(row) * size for row, size in zip(self._scratch, sizes, strict=True))
         fitting = []
         for piece in missing:
@@ -292,46 +297,7 @@ class ChunkLoader:
 
     def fill(self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int) -> list[KV]:
         """Canonical KV of each chunk, in the blocks that are scratch space just now."""
-        results: list[KV] = []
-        rows: list[Row] = []
-        used = [0] * len(self._scratch)
-
-        def run_rows() -> None:
-            parts = [Part(index, len(context), row.end) for index, row in enumerate(rows)]
-            results.extend(self._blocks.compute(rows, parts))
-            rows.clear()
-
-        assert VIRTUAL_POS_START == 0
-        for chunk in chunks:
-            tokens = [*context, *chunk]
-            need = [-(-len(tokens) // size) for size in self._forward.block_sizes]
-            if any(u + n > len(row) for u, n, row in zip(used, need, self._scratch, strict=True)):
-                run_rows()
-                used = [0] * len(self._scratch)
-            blocks = [row[u : u + n] for row, u, n in zip(self._scratch, used, need, strict=True)]
-            rows.append(Row(tokens, VIRTUAL_POS_START, blocks))
-            used = [u + n for u, n in zip(used, need, strict=True)]
-        run_rows()
-        return results
-
-    def _measure(self, network: torch.nn.Module) -> list[LayerRotary | None]:
-        """Compute the same tokens at two places and explain what changed, layer by layer."""
-        tokens = list(range(3, 15))
-        old, new = range(len(tokens)), range(29, 29 + len(tokens))
-        row = Row(tokens, 0, self._scratch)
-        at_old, at_new = self._forward.capture([row]), self._forward.capture([row], shift=new.start)
-        tables = find_tables(network)
-        return [
-            explain_layer(
-                layer,
-                (at_old[0][layer].transpose(0, 1), at_old[1][layer].transpose(0, 1)),
-                (at_new[0][layer].transpose(0, 1), at_new[1][layer].transpose(0, 1)),
-                old,
-                new,
-                tables,
-            )
-            for layer in range(len(self._forward.layers))
-        ]
+        return self._blocks.fill(context, chunks, self._scratch)
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

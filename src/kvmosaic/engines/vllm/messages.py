@@ -29,7 +29,7 @@ class ChunkLoad:
     fill: bool
     """Whether missing chunks are filled first; else they are computed as ordinary text."""
     spare: tuple[int, ...]
-    """Blocks behind the request's own, to be used for the question while it is probed and not a step longer."""
+    """Blocks behind the request's own, for filling chunks and for probing the question, and not a step longer."""
 
     def blend_digest(self) -> bytes:
         """Everything that a policy's choice depends on."""
@@ -84,6 +84,8 @@ class RankReport:
     """Requests whose fetch is done."""
     costs: dict[str, Line]
     """What computing tokens (``blend``) and moving them into place (``remap``) takes, as measured so far."""
+    off: bool
+    """Whether it failed its self-test, so that nothing may be reused."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The rotary tables of a vLLM model."""
+"""The rotary tables of a vLLM model, and how its keys turn by them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from kvmosaic.core.rotation import CosSin
+from kvmosaic.engines.rotary import LayerRotary, explain_layer
+from kvmosaic.engines.vllm.sparse import Row, SparseForward
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,28 @@ class VllmTable:
         rows = self.tensor[torch.as_tensor(positions, device=self.tensor.device)].float()
         cos, sin = rows.chunk(2, dim=-1)
         return CosSin(cos, sin)
+
+
+def measure_rotary(
+    forward: SparseForward, model: torch.nn.Module, blocks: Sequence[Sequence[int]]
+) -> list[LayerRotary | None]:
+    """Compute the same tokens at two places and explain what changed, layer by layer. Nobody uses ``blocks``."""
+    tokens = list(range(3, 15))
+    old, new = range(len(tokens)), range(29, 29 + len(tokens))
+    row = Row(tokens, 0, blocks)
+    at_old, at_new = forward.capture([row]), forward.capture([row], shift=new.start)
+    tables = find_tables(model)
+    return [
+        explain_layer(
+            layer,
+            (at_old[0][layer].transpose(0, 1), at_old[1][layer].transpose(0, 1)),
+            (at_new[0][layer].transpose(0, 1), at_new[1][layer].transpose(0, 1)),
+            old,
+            new,
+            tables,
+        )
+        for layer in range(len(forward.layers))
+    ]
 
 
 def find_tables(model: torch.nn.Module) -> list[VllmTable]:

@@ -87,6 +87,8 @@ class ChunkScheduler:
         self._backlog = FillBacklog(config.background_fill_tokens, block_size)
         self._costs: dict[int, dict[str, Line]] = {}
         """What each rank measured."""
+        self._off = False
+        """Whether workers said, with their first step, that nothing may be reused."""
         self.stats = ChunkStats()
 
     def add(self, request: Any) -> None:
@@ -113,6 +115,9 @@ class ChunkScheduler:
             return 0
         external = max(0, plan.prompt.question.start - num_local)
         if external == 0:
+            return 0
+        if self._off:
+            self._serve_plainly(request, "self-test")
             return 0
         if plan.waiting_for is None and self._catalog.complete:
             if not self._is_worth_it(request, plan, num_local):
@@ -162,7 +167,7 @@ class ChunkScheduler:
                     shared,
                     plan.policy,
                     self._config.miss_policy == "fill-first",
-                    self._borrow(plan, len(ids[0])),
+                    self._borrow(plan, local, len(ids[0])),
                 )
             )
             if plan.predicted is not None:
@@ -195,18 +200,30 @@ class ChunkScheduler:
             blended += tokens if not is_missing or self._config.miss_policy == "fill-first" else 0
         return max(0, plan.prompt.system.end - local) + missing + int(plan.ratio * blended)
 
-    def _borrow(self, plan: _Plan, owned: int) -> tuple[int, ...]:
-        """Blocks for the part of the question that is probed, where the step does not compute all of it itself."""
-        if not 0 < plan.ratio < 1 or not policy_named(plan.policy).reads_content:
+    def _borrow(self, plan: _Plan, local: int, owned: int) -> tuple[int, ...]:
+        """Blocks for what the ``owned`` ones have no room for: the part of the question that is probed, where the
+        step does not compute all of it itself; and, behind its context, the longest chunk that is filled first."""
+        lacking = 0
+        if 0 < plan.ratio < 1 and policy_named(plan.policy).reads_content:
+            question = plan.prompt.question
+            lacking = self._blocks_for(min(question.end, question.start + PROBE_TOKENS)) - owned
+        if self._config.miss_policy == "fill-first":
+            missing = [
+                len(span)
+                for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)
+                if span.end > local and self._catalog.tier(digest) is None
+            ]
+            if missing:
+                longest = len(self._context(plan.prompt)) + max(missing)
+                lacking = max(lacking, self._blocks_for(longest) - (owned - local // self._block_size))
+        if not 0 < lacking <= self.pool.get_num_free_blocks():
             return ()
-        question = plan.prompt.question
-        end = min(question.end, question.start + PROBE_TOKENS)
-        lacking = max(0, -(-end // self._block_size) - owned)
-        if lacking > self.pool.get_num_free_blocks():
-            return ()
-        blocks = self.pool.get_new_blocks(lacking) if lacking else []
+        blocks = self.pool.get_new_blocks(lacking)
         self._borrowed += blocks
         return tuple(block.block_id for block in blocks)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
 
     def _start_before(self, unwritten: set[int], load: ChunkLoad) -> ChunkLoad:
         """The load, made to compute also what vLLM's prefix cache has in name only until this step's forward."""
@@ -224,6 +241,7 @@ class ChunkScheduler:
         """Take in what the workers report."""
         for rank in report.ranks:
             self._catalog.update(rank)
+            self._off |= rank.off
             self._costs[rank.rank] = rank.costs
             for request_id in rank.fetched:
                 plan = self._plans.get(request_id)
@@ -292,6 +310,8 @@ class ChunkScheduler:
             return "bad-parameters"
         if not prompt.chunks:
             return None
+        if self._off:
+            return "self-test"
         if request.lora_request is not None:
             return "lora"  # KV would depend on the adapter
         if request.prompt_embeds is not None:

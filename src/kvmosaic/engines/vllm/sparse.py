@@ -74,6 +74,11 @@ class SparseForward:
         for batch in self._passes(rows):
             self._forward(batch)
 
+    def outputs(self, rows: Sequence[Row], shift: int = 0) -> torch.Tensor:
+        """Compute all rows as :meth:`run` does and return the last hidden states ``[tokens, hidden]``. With ``shift``
+        the model is told positions that much higher."""
+        return torch.cat([self._forward(batch, shift) for batch in self._passes(rows)])
+
     def capture(self, rows: Sequence[Row], shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute all rows and return the K and V they cache: ``[layers, tokens, heads, dim]`` each, keys rotated.
         With ``shift`` the model is told positions that much higher, while rows see the same keys."""
@@ -154,7 +159,8 @@ class SparseForward:
         if batch:
             yield batch
 
-    def _forward(self, rows: Sequence[Row], shift: int = 0, hooked: bool = False) -> None:
+    def _forward(self, rows: Sequence[Row], shift: int = 0, hooked: bool = False) -> torch.Tensor:
+        """One pass; the last hidden states ``[tokens, hidden]``."""
         device = self.device
         lengths = [len(row.tokens) for row in rows]
         positions = torch.cat([torch.arange(row.start, row.end) for row in rows]).to(device)
@@ -203,7 +209,7 @@ class SparseForward:
                 skip_compiled=hooked or device.type == "cpu",
             ),
         ):
-            self._runner.model(
+            return self._runner.model(
                 input_ids=tokens, positions=positions + shift, intermediate_tensors=None, inputs_embeds=None
             )
 

@@ -45,4 +45,5 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         """Statistics of this worker's chunk cache."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group().loader.cache.get_stats()
+        loader = get_kv_transfer_group().loader
+        return {**loader.cache.get_stats(), "off_reason": loader.off_reason}

@@ -1,0 +1,85 @@
+"""The start-up gate's trial of a transformers model."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from kvmosaic.blend.base import Selection
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.engines.hf.model import HFModel
+from kvmosaic.engines.hf.request_kv import RequestKV
+from kvmosaic.engines.self_test import CONTEXT_TOKENS, SHIFT, failure, trial_entry, trial_prompts
+
+
+def self_test(engine: HFModel, sink: Sequence[int], chunk_context: str) -> str | None:
+    """Why chunks of this model must not be reused, in one line; ``None`` when all is well."""
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    after = () if chunk_context == "system" else tuple(sink[:CONTEXT_TOKENS])
+    prompts = trial_prompts(len(after), vocabulary, engine.max_positions)
+    while prompts and engine.fingerprint(len(prompts[0].token_ids) + SHIFT) is None:
+        # Past a length of their own, some models have other rotary tables for every prompt.
+        prompts = trial_prompts(len(after), vocabulary, (len(prompts[0].token_ids) + SHIFT) // 2)
+    trials = (
+        HFTrial(engine, prompt, prompt.tokens_of(prompt.system) if chunk_context == "system" else after)
+        for prompt in prompts
+    )
+    return failure(trials, engine.format.dtype)
+
+
+class HFTrial:
+    """One prompt, computed in all the ways that have to agree. Outputs are logits ``[question tokens, vocab]``."""
+
+    def __init__(self, engine: HFModel, prompt: ChunkedPrompt, context: tuple[int, ...]) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._context = context
+        self._length = len(prompt.token_ids)
+
+    def prefill(self, shift: int) -> torch.Tensor:
+        return self._engine.plain_logits(self._prompt.token_ids, len(self._prompt.question), shift)
+
+    def recomputed(self) -> torch.Tensor:
+        """First everything, then the question and every other token before it once more: with gaps between them,
+        which keys a token sees is up to our mask."""
+        question = self._prompt.question
+        with self._engine.session():
+            kv = self._moved_kv()
+            self._forward(range(self._length), kv)
+            return self._forward([*range(0, question.start, 2), *question.positions], kv)
+
+    def moved(self) -> torch.Tensor:
+        with self._engine.session():
+            kv = self._moved_kv()
+            return self._engine.blend(self._prompt, Selection(), kv, self._length, len(self._prompt.question))
+
+    def in_place(self, shift: int) -> torch.Tensor:
+        engine, prompt, context = self._engine, self._prompt, self._context
+        kv = self._empty_kv()
+        with engine.session():
+            for span in prompt.chunks:
+                start = span.start - len(context) + shift
+                [(k, v)] = engine.fill(context, [prompt.tokens_of(span)], self._length + shift, start)
+                kv.k[:, :, span.start : span.end] = k.transpose(0, 1)
+                kv.v[:, :, span.start : span.end] = v.transpose(0, 1)
+            return self._forward(list(prompt.fresh_positions()), kv, shift)
+
+    @cached_property
+    def _entries(self) -> list[ChunkKV]:
+        chunks = [self._prompt.tokens_of(span) for span in self._prompt.chunks]
+        filled = self._engine.fill(self._context, chunks, self._length)
+        return [trial_entry(tokens, self._context, kv) for tokens, kv in zip(chunks, filled, strict=True)]
+
+    def _moved_kv(self) -> RequestKV:
+        kv = self._empty_kv()
+        for span, entry in zip(self._prompt.chunks, self._entries, strict=True):
+            self._engine.remap(entry, kv, span.start, self._length)
+        return kv
+
+    def _empty_kv(self) -> RequestKV:
+        return RequestKV(self._engine.format, self._length, self._engine.model.device)
+
+    def _forward(self, positions: Sequence[int], kv: RequestKV, shift: int = 0) -> torch.Tensor:
+        tokens = [self._prompt.token_ids[position] for position in positions]
+        return self._engine.forward(tokens, positions, kv, self._length, len(self._prompt.question), shift)

@@ -1,0 +1,102 @@
+"""The start-up gate's trial inside vLLM. It runs when the KV cache was made and nobody uses a block of it yet."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.self_test import CONTEXT_TOKENS, failure, trial_entry, trial_prompts
+from kvmosaic.engines.vllm.blocks import RequestBlocks
+from kvmosaic.engines.vllm.ranks import Ranks
+from kvmosaic.engines.vllm.sparse import Row, SparseForward
+
+PIECE_TOKENS = 7
+"""Recomputed tokens come in runs of so many, each a virtual sequence of its own."""
+
+
+def self_test(
+    model: Any, sink: Sequence[int], chunk_context: str, forward: SparseForward, blocks: RequestBlocks, ranks: Ranks
+) -> str | None:
+    """Why chunks must not be reused, in one line, the same on all ranks; ``None`` when all is well. ``model`` is
+    vLLM's ``ModelConfig``."""
+    after = () if chunk_context == "system" else tuple(sink[:CONTEXT_TOKENS])
+    trials = (
+        VllmTrial(
+            prompt,
+            prompt.tokens_of(prompt.system) if chunk_context == "system" else after,
+            forward,
+            blocks,
+            ranks,
+        )
+        for prompt in trial_prompts(len(after), model.get_vocab_size(), model.max_model_len)
+    )
+    return failure(trials, model.dtype)
+
+
+class VllmTrial:
+    """One prompt, computed in all the ways that have to agree. Outputs are last hidden states ``[question tokens,
+    hidden]``, those of the first rank on every rank: all have to come to the same verdict and the same next step."""
+
+    def __init__(
+        self,
+        prompt: ChunkedPrompt,
+        context: tuple[int, ...],
+        forward: SparseForward,
+        blocks: RequestBlocks,
+        ranks: Ranks,
+    ) -> None:
+        self._prompt = prompt
+        self._context = context
+        self._forward = forward
+        self._kv = blocks
+        self._ranks = ranks
+        # Block 0 is never used. Backwards, so that a block is not found by counting.
+        length = len(prompt.token_ids)
+        self._blocks = [list(range(-(-length // size), 0, -1)) for size in forward.block_sizes]
+
+    def prefill(self, shift: int) -> torch.Tensor:
+        return self._outputs([Span(0, len(self._prompt.token_ids))], shift)
+
+    def recomputed(self) -> torch.Tensor:
+        question = self._prompt.question
+        self._move()
+        starts = range(0, question.start, PIECE_TOKENS)
+        pieces = [Span(start, min(start + PIECE_TOKENS, question.start)) for start in starts]
+        return self._outputs([*pieces, question])
+
+    def moved(self) -> torch.Tensor:
+        self._move()
+        return self._outputs([self._prompt.system, self._prompt.question])
+
+    def in_place(self, shift: int) -> torch.Tensor:
+        """Captured and written by vLLM's own means, and not by the kernel that otherwise does both."""
+        forward, prompt, context = self._forward, self._prompt, self._context
+        computed = []
+        for span in prompt.chunks:
+            row = Row([*context, *prompt.tokens_of(span)], 0, self._blocks)
+            k, v = forward.capture([row], shift=span.start - len(context) + shift)
+            computed.append((span, k[:, len(context) :], v[:, len(context) :]))
+        for span, k, v in computed:  # only now: they were computed in the same blocks
+            slots = forward.slots(torch.arange(span.start, span.end, device=forward.device), self._blocks)
+            for index, layer in enumerate(forward.layers):
+                forward.write(layer, k[index], v[index], slots)
+        return self._outputs([prompt.system, prompt.question], shift)
+
+    @cached_property
+    def _entries(self) -> list[ChunkKV]:
+        chunks = [self._prompt.tokens_of(span) for span in self._prompt.chunks]
+        filled = self._kv.fill(self._context, chunks, self._blocks)
+        return [trial_entry(tokens, self._context, kv) for tokens, kv in zip(chunks, filled, strict=True)]
+
+    def _move(self) -> None:
+        starts = [span.start for span in self._prompt.chunks]
+        self._kv.place(list(zip(self._entries, starts, strict=True)), self._blocks, 0)
+
+    def _outputs(self, spans: Sequence[Span], shift: int = 0) -> torch.Tensor:
+        """Compute these tokens, the question's being the last of them."""
+        rows = [Row(self._prompt.tokens_of(span), span.start, self._blocks) for span in spans]
+        hidden = self._forward.outputs(rows, shift)[-len(self._prompt.question) :]
+        return self._ranks.first(hidden.float().cpu())

@@ -1,0 +1,127 @@
+"""The start-up gate inside vLLM: what is broken turns the cache off, and every request is answered all the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from vllm import SamplingParams
+
+import kvmosaic.engines.vllm.blocks as blocks
+import kvmosaic.engines.vllm.connector as connector
+import kvmosaic.engines.vllm.sparse as sparse
+from kvmosaic.engines.vllm.self_test import self_test
+from tests.engines.vllm.conftest import SMALL
+from tests.engines.vllm.test_engine import DOCUMENTS, prompt
+
+
+@pytest.fixture
+def loud(monkeypatch):
+    """What the connector says as an error; vLLM's loggers hand nothing on to pytest."""
+    lines = []
+    monkeypatch.setattr(connector.logger, "error", lambda line, *args: lines.append(line % args))
+    return lines
+
+
+def start(model="smollm2-135m", **settings):
+    from kvmosaic.vllm import LLM
+
+    return LLM(model, enable_chunk_cache=True, **SMALL | settings)
+
+
+def keys_not_turned(patch):
+    patch.setattr(blocks, "rotate_", lambda *_: None)
+    patch.setattr(blocks, "scatter", without_positions(blocks.scatter))
+
+
+def without_positions(scatter):
+    def unturned(moves, caches, *rest):
+        return scatter(moves, replace(caches, tables=[None] * len(caches.tables)), *rest)
+
+    return unturned
+
+
+def first_tokens_left_out(patch):
+    def spoilt(place):
+        def without_them(self, moves, row, first):
+            place(self, moves, row, first)
+            entry, at = moves[0]
+            forward = self._forward
+            slots = forward.slots(torch.arange(at, at + 4, device=forward.device), row)
+            for layer in forward.layers:
+                shape = (4, layer.num_kv_heads, layer.head_size)
+                nothing = torch.zeros(shape, dtype=entry.format.dtype, device=forward.device)
+                forward.write(layer, nothing, nothing, slots)
+
+        return without_them
+
+    for kind in (blocks.BackendBlocks, blocks.KernelBlocks):
+        patch.setattr(kind, "place", spoilt(kind.place))
+
+
+def future_in_sight(patch):
+    """Every virtual sequence is as long as the longest."""
+
+    def longest(**inputs):
+        return build(**inputs | {"seq_lens": torch.full_like(inputs["seq_lens"], inputs["max_seq_len"])})
+
+    build = sparse.build_attn_metadata
+    patch.setattr(sparse, "build_attn_metadata", longest)
+
+
+def test_broken_reuse_is_refused_and_the_service_goes_on(loud, monkeypatch):
+    keys_not_turned(monkeypatch)
+    llm = start()
+    [line] = loud
+    assert "the chunk cache is off" in line
+    assert "self-test failed" in line
+    assert "\n" not in line
+    for documents in (DOCUMENTS[:2], DOCUMENTS[1::-1]):
+        text = prompt("You are helpful.", documents)
+        answers = []
+        for params in ({"report": True}, {"chunk_cache": False}):
+            sampling = SamplingParams(max_tokens=8, temperature=0, extra_args={"kv_transfer_params": params})
+            answers += llm.generate([text], sampling, use_tqdm=False)
+        assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
+        assert answers[0].kv_transfer_params == {"mode": "plain", "fallback_reason": "self-test"}
+    stats = llm.get_stats()
+    assert stats["off_reason"] in line
+    assert stats["total_chunks"] == stats["cache_hits"] == stats["cache_misses"] == 0
+    counted = [
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "kvmosaic:fallbacks_total" and sample.labels["reason"] == "self-test"
+    ]
+    assert counted == [2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_weights_pass_and_breaks_do_not(dtype, loud):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    llm = start(dtype=dtype)
+    assert loud == []
+    stats = llm.get_stats()
+    assert stats["off_reason"] is None
+    assert stats["total_chunks"] == stats["cache_hits"] == stats["cache_misses"] == 0
+    side = get_kv_transfer_group()
+    loader = side.loader
+    model = side._vllm_config.model_config
+
+    def tried(sink, context="alone"):
+        return self_test(model, sink, context, loader._forward, loader._blocks, loader._ranks)
+
+    for sink, context in (((), "alone"), ((1,), "alone"), (tuple(range(100, 160)), "alone"), ((), "system")):
+        assert tried(sink, context) is None
+    for broken in (keys_not_turned, first_tokens_left_out, future_in_sight):
+        with pytest.MonkeyPatch.context() as patch:
+            broken(patch)
+            assert "self-test failed" in tried((1,)), broken
+    assert tried((1,)) is None
+
+
+def test_gemma_passes(loud):
+    llm = start("gemma-3-270m")
+    assert loud == []
+    assert llm.get_stats()["off_reason"] is None
