@@ -49,7 +49,7 @@ def prompts(draw):
 
 SPECS = st.sampled_from(
     ["random", "sink-link", "sink-link(k=3)", "query-attention", "query-attention(span=1)", "composite",
-     "composite(asking=1)", "composite(link=0, asking=1)", "composite(link=1, asking=0.5)",
+     "composite(asking=1)", "composite(first=0, asking=1)", "composite(first=9, runs=3, reach=0.5)",
      "kv-deviation", "kv-deviation(unit=document)",
      "kv-deviation(part=v, layers=0+3+7)", "kv-deviation(threshold=1.5)"]
 )  # fmt: skip
@@ -85,6 +85,17 @@ def test_best_spans(prompt, count, width, lot):
     none = [mean for mean, share in means if share == 0]
     assert sum(0 < share < 1 for _, share in means) <= 1
     assert not whole or not none or min(whole) >= max(none) - 1e-6
+
+
+@given(prompts(), st.integers(0, 400), st.integers(1, 33), st.randoms())
+def test_given_tokens_come_first(prompt, count, width, lot):
+    scores = torch.tensor([lot.random() for _ in range(prompt.chunk_tokens)])
+    given = torch.tensor([lot.random() < 0.2 for _ in range(prompt.chunk_tokens)])
+    chosen = best_spans(scores, prompt, count, width, given)
+    assert int(chosen.sum()) == min(count, prompt.chunk_tokens)
+    assert bool((given & ~chosen).any()) == (int(given.sum()) > count)
+    if int(given.sum()) < count:
+        assert (chosen | ~best_spans(scores, prompt, count - int(given.sum()), width)).all()
 
 
 @given(prompts(), st.integers(0, 400))

@@ -14,7 +14,7 @@ SPECS = [
     "kv-deviation(part=v, layers=1+8+16)",
     "kv-deviation(unit=document)",
     "kv-deviation(threshold=2)",
-    "composite(link=0.5, power=1, asking=1)",
+    "composite(first=1, runs=4, asking=1)",
 ]
 DOCUMENTS = [
     "The ferry to Orsa leaves at 7:40 from the north pier. Its captain is Maud Lind, who also runs the kiosk.",
@@ -83,7 +83,8 @@ def test_a_shrinking_set_leaves_reused_kv_behind_its_checks(llm, prompt):
 @pytest.mark.parametrize(
     "spec",
     ["", "nonsense", "sink-link(k=-1)", "sink-link(k=x)", "sink-link(q=1)", "sink-link(k)", "sink-link(k=1,k=2)",
-     "kv-deviation(part=q)", "kv-deviation(layers=8+1)", "kv-deviation(layers=)", "composite(link=2)", "none(k=1)",
+     "kv-deviation(part=q)", "kv-deviation(layers=8+1)", "kv-deviation(layers=)", "composite(runs=0)", "none(k=1)",
+     "composite(reach=0)", "composite(reach=nan)",
      "query-attention(span=0)", "random(seed=1.5)", "composite(", "composite)("],
 )  # fmt: skip
 def test_bad_policies_are_refused_in_one_line(spec):

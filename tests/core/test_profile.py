@@ -119,3 +119,14 @@ def test_one_that_cannot_be_read(folder):
 def test_keys_of_a_later_version_are_no_reason_to_fail(written):
     written.write_text(written.read_text() + "start_up_gate: 3\n")
     assert load_profile("some-model") == SETTINGS
+
+
+def test_an_error_about_the_policy_says_which_profile_it_is_from(written):
+    error = ConfigError("unknown policy 'best'")
+    blamed = load_config("some-model", **ON).blame(error)
+    assert "unknown policy 'best'" in str(blamed)
+    assert str(written) in str(blamed)
+    assert "\n" not in str(blamed)
+    # Whoever names the policy knows where it is from.
+    assert load_config("some-model", policy="best", **ON).blame(error) is error
+    assert load_config(**ON).blame(error) is error

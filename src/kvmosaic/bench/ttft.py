@@ -9,7 +9,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,19 @@ SHAPE: dict[str, Any] = {
 
 
 def run(
-    context: int, layers: int, tier: str, eager: bool, repeats: int = 5, progress: Callable[[str], None] = print
+    context: int,
+    layers: int,
+    tier: str,
+    eager: bool,
+    policies: Sequence[str] = ("composite",),
+    ratios: Sequence[float] = (0.0,),
+    repeats: int = 5,
+    progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Medians in ms over ``repeats`` prompts of ``context`` tokens in chunks of 512, all cached in ``tier``
     (``device`` or ``host``), each time in a new order: by full prefill, by a hit in vLLM's prefix cache, and by reuse
-    after a system prompt that was used before and after one that was not."""
+    with every policy and ratio (0 once: there all policies are the same), after a system prompt that was used before
+    and after one that was not."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import SamplingParams
     from vllm import __version__ as vllm_version
@@ -88,27 +96,42 @@ def run(
 
     documents = [tokens(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS)]
     known_system = tokens(SYSTEM_TOKENS)
-    times: dict[str, list[float]] = {"full_ms": [], "prefix_hit_ms": [], "reuse_ms": [], "reuse_new_system_ms": []}
+    cases = dict.fromkeys(("none" if ratio == 0 else policy, ratio) for ratio in ratios for policy in policies)
+    peers: dict[str, list[float]] = {"full_ms": [], "prefix_hit_ms": []}
+    ours: dict[tuple[str, float], dict[str, list[float]]] = {
+        case: {"reuse_ms": [], "reuse_new_system_ms": []} for case in cases
+    }
     for number in range(-1, repeats):  # the first fills the cache and warms up; it does not count
         progress(f"round {number + 1} of {repeats}")
         plain, _ = prompt(tokens(SYSTEM_TOKENS))
-        known, known_boundaries = prompt(known_system)
-        new, new_boundaries = prompt(tokens(SYSTEM_TOKENS))
-        measured = {
-            "full_ms": first_token_ms(plain, chunk_cache=False),
-            "prefix_hit_ms": first_token_ms(plain, chunk_cache=False),
-            "reuse_ms": first_token_ms(known, boundaries=known_boundaries),
-            "reuse_new_system_ms": first_token_ms(new, boundaries=new_boundaries),
-        }
+        measured = [(times, first_token_ms(plain, chunk_cache=False)) for times in peers.values()]
+        for (policy, ratio), columns in ours.items():
+            for system, times in zip((known_system, tokens(SYSTEM_TOKENS)), columns.values(), strict=True):
+                ids, boundaries = prompt(system)
+                took = first_token_ms(ids, boundaries=boundaries, policy=policy, recompute_ratio=ratio)
+                measured.append((times, took))
         if number >= 0:
-            for name, value in measured.items():
-                times[name].append(value)
+            for times, took in measured:
+                times.append(took)
+    requests = 2 * len(cases) * (repeats + 1)
     stats = llm.get_stats()
-    assert stats["hits_by_tier"][tier] == (2 * repeats + 1) * len(documents), f"not every chunk came from {tier}"
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    ratios = {
-        "speedup": medians["full_ms"] / medians["reuse_ms"],
-        "against_prefix_hit": medians["reuse_ms"] / medians["prefix_hit_ms"],
-    }
-    row = {"context": context, "layers": layers, "tier": tier, "eager": eager, **medians, **ratios}
-    return {"vllm": vllm_version, "rows": [row]}
+    assert stats["hits_by_tier"][tier] == (requests - 1) * len(documents), f"not every chunk came from {tier}"
+    base = {name: statistics.median(times) for name, times in peers.items()}
+    rows = []
+    for (policy, ratio), columns in ours.items():
+        mine = {name: statistics.median(times) for name, times in columns.items()}
+        rows.append(
+            {
+                "context": context,
+                "layers": layers,
+                "tier": tier,
+                "eager": eager,
+                "policy": policy,
+                "ratio": ratio,
+                **base,
+                **mine,
+                "speedup": base["full_ms"] / mine["reuse_ms"],
+                "against_prefix_hit": mine["reuse_ms"] / base["prefix_hit_ms"],
+            }
+        )
+    return {"vllm": vllm_version, "rows": rows}

@@ -1,13 +1,17 @@
-"""Choosing runs of neighbouring tokens: recomputed alone between reused neighbours, a token can do harm."""
+"""Choosing runs of neighbouring tokens: each run is one attention sequence, and a lone token computed between
+neighbours that were computed without any context can do harm."""
 
 import torch
 
 from kvmosaic.blend.base import AssembledPrompt
 
 
-def best_spans(scores: torch.Tensor, assembled: AssembledPrompt, count: int, width: int) -> torch.Tensor:
-    """``[chunk tokens]`` bool: ``count`` tokens, in runs of ``width`` that do not cross chunks (shorter at a chunk's
-    end), by the mean of their ``scores`` ``[chunk tokens]``."""
+def best_spans(
+    scores: torch.Tensor, assembled: AssembledPrompt, count: int, width: int, given: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``[chunk tokens]`` bool: ``count`` tokens, those ``given`` (``[chunk tokens]`` bool) among them, the others in
+    runs of ``width`` that do not cross chunks (shorter at a chunk's end), by the mean of their ``scores`` ``[chunk
+    tokens]``."""
     owner, begin = [], 0
     for span in assembled.prompt.chunks:
         owner.append(begin + torch.arange(len(span)) // width)
@@ -18,7 +22,8 @@ def best_spans(scores: torch.Tensor, assembled: AssembledPrompt, count: int, wid
     # Runs from best to worst, each one's tokens in order; ties go to the earlier run.
     rank = torch.empty(begin, dtype=torch.long)
     rank[torch.argsort(mean, descending=True, stable=True)] = torch.arange(begin)
-    order = torch.argsort(rank[run_of], stable=True)[:count]
+    rank_of = rank[run_of] if given is None else torch.where(given, -1, rank[run_of])
+    order = torch.argsort(rank_of, stable=True)[:count]
     chosen = torch.zeros(len(run_of), dtype=torch.bool)
     chosen[order] = True
     return chosen

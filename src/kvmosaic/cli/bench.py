@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from kvmosaic.blend import policy_named
+from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_table
 from kvmosaic.core.errors import ConfigError
 
@@ -71,6 +73,8 @@ def ttft(
     layers: Annotated[int, typer.Option(help="Layers of the 8B-shaped model.", min=1)] = 32,
     tier: Annotated[str, typer.Option(help="Where the chunks are: device or host.")] = "device",
     eager: Annotated[bool, typer.Option("--eager", help="Without compilation and CUDA graphs.")] = False,
+    policies: Annotated[str, typer.Option(help="Which tokens are recomputed: composite,sink-link.")] = "composite",
+    ratios: Annotated[str, typer.Option(help="How many, like 0,0.05,0.15.")] = "0",
     json: JsonOption = False,
 ) -> None:
     """vLLM: time to first token by full prefill, prefix-cache hit, and reuse in a new order."""
@@ -78,8 +82,13 @@ def ttft(
 
     if tier not in ("device", "host"):
         raise ConfigError(f"--tier {tier}: choose device or host")
+    chosen, shares = [part.strip() for part in BETWEEN_POLICIES.split(policies)], numbers(ratios)
+    if not all(0 <= share <= 1 for share in shares):
+        raise ConfigError(f"--ratios {ratios}: must be between 0 and 1")
+    for policy in chosen:
+        policy_named(policy).check(layers)
     with console.status("starting vLLM") as status:
-        result = ttft.run(context, layers, tier, eager, progress=status.update)
+        result = ttft.run(context, layers, tier, eager, chosen, shares, progress=status.update)
     rows = result["rows"]
     print_table(f"vLLM {result['vllm']}: time to first token", rows[0], (row.values() for row in rows), json=json)
     if json:

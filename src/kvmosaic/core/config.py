@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ByteSize, Field, ValidationError
+from pydantic import ByteSize, Field, PrivateAttr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -15,7 +15,7 @@ from pydantic_settings import (
 )
 
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.profile import PROFILE_SETTINGS, load_profile, profile_path
+from kvmosaic.core.profile import PROFILE_SETTINGS, broken, load_profile, profile_path
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class ChunkCacheConfig(BaseSettings):
     chunk_hash_algorithm: Literal["xxhash", "sha256"] = "xxhash"
     chunk_context: Literal["alone", "system"] = "alone"
     """What a chunk is computed after: the sink prefix alone, or the request's system prompt."""
-    sink_prefix: str = "bos"
+    sink_prefix: str = "document"
     """What a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text), or a literal text.
     Its own KV is dropped."""
     recompute_ratio: float = Field(0.0, ge=0.0, le=1.0)
@@ -51,6 +51,8 @@ class ChunkCacheConfig(BaseSettings):
     background; filled first and then used; or ordinary text and never stored."""
     background_fill_tokens: int = Field(2048, ge=1)
     """About how many tokens one step of the vLLM engine fills in the background, at least one chunk."""
+    self_test: bool = True
+    """Whether engines compare reuse with what it has to equal when they start, and do without it if it differs."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
     """Share of a GPU's memory that the device tier takes (vLLM engine)."""
     host_memory: ByteSize = Field(ByteSize(2 * 1024**3), ge=0)
@@ -60,6 +62,12 @@ class ChunkCacheConfig(BaseSettings):
     disk_space: ByteSize = Field(ByteSize(20 * 1024**3), ge=0)
     """Byte budget of the disk tier."""
     tenant: str = Field("default", min_length=1)
+    _profile: Path | None = PrivateAttr(None)
+
+    def blame(self, error: ConfigError) -> ConfigError:
+        """``error``, about this configuration's policy, with the profile's path if that is where the policy is from:
+        a name that the user never typed cannot be corrected without it."""
+        return error if self._profile is None else broken(self._profile, str(error))
 
     @classmethod
     def settings_customise_sources(
@@ -92,7 +100,10 @@ def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
     if not added:
         return config
     logger.info("from the profile %s: %s", profile_path(model), added)
-    return _make(settings | added)
+    merged = _make(settings | added)
+    if "policy" in added:
+        merged._profile = profile_path(model)
+    return merged
 
 
 def _make(settings: dict[str, Any]) -> ChunkCacheConfig:

@@ -70,18 +70,19 @@ def load_profile(model: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise _broken(path, str(error)) from None
+        raise broken(path, str(error)) from None
     try:
         profile = Profile.model_validate(yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise _broken(path, str(error)) from None
+        raise broken(path, str(error)) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _broken(path, f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}") from None
+        raise broken(path, f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}") from None
     return {name: getattr(profile, name) for name in PROFILE_SETTINGS}
 
 
-def _broken(path: Path, reason: str) -> ConfigError:
+def broken(path: Path, reason: str) -> ConfigError:
+    """What to say of a profile that cannot be used."""
     line = " ".join(reason.split())
     return ConfigError(f"profile {path}: {line}; delete the file or run kvmosaic calibrate again")
 
