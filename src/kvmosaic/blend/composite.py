@@ -28,7 +28,7 @@ class Composite(Policy):
     runs: Annotated[int, Field(ge=1, lt=2**31)] = 256
     """About so many runs at most: lone tokens are the better choice, but each run costs an attention of its own."""
     layers: Annotated[int, Field(ge=1, lt=2**31)] = 3
-    asking: Annotated[float, Field(ge=0, le=1)] = 0.5
+    asking: Annotated[float, Field(ge=0, le=1)] = 0.25
     """The question is asked only where that costs at most this part of what may be spent; else starts it is."""
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:

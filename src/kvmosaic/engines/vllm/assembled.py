@@ -1,6 +1,7 @@
 """What a policy sees of a request in vLLM."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -11,6 +12,7 @@ from kvmosaic.core.rotation import rotate_
 from kvmosaic.engines.rotary import LayerRotary, turns_for
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.sparse import Observer, Row, SparseForward
+from kvmosaic.kernels.remap import LayerTurn
 from kvmosaic.kernels.scores import attention_weights
 
 
@@ -97,8 +99,12 @@ class VllmAssembled(AssembledPrompt):
         rows = torch.cat(
             [getattr(entry, part)[:, layer].to(self._forward.device) for entry, _ in self._moves], dim=1
         ).contiguous()
-        # vLLM's tables do not depend on a prompt's length.
-        [turn] = turns_for(self._moves, 0, [self._rotary[layer]])
+        turn = self._turns[layer]
         if turn is not None and turn.columns.part == part:
             rotate_(rows, turn.turn, turn.columns)
         return rows
+
+    @cached_property
+    def _turns(self) -> list[LayerTurn | None]:
+        """How keys turn on their way, per layer. vLLM's tables do not depend on a prompt's length."""
+        return turns_for(self._moves, 0, self._rotary)

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from math import lcm
 from typing import NamedTuple
 
 import torch
@@ -53,26 +54,31 @@ class RequestBlocks(ABC):
         self, context: Sequence[int], chunks: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
     ) -> list[KV]:
         """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that nobody else uses. They
-        have room for any one of the chunks, and take as many at a time as fit."""
+        have room for any one of the chunks, and take as many at a time as fit.
+
+        The context is computed once, as far as it fills blocks; its rest, which shares a block with the chunk, for
+        each of them."""
+        assert VIRTUAL_POS_START == 0
         sizes = self._forward.block_sizes
+        shared = len(context) // lcm(*sizes) * lcm(*sizes)
+        first = [shared // size for size in sizes]
         results: list[KV] = []
-        rows: list[Row] = []
-        used = [0] * len(blocks)
+        rows = [Row(context[:shared], 0, blocks)] if shared else []
+        used = list(first)
 
         def run_rows() -> None:
-            parts = [Part(index, len(context), row.end) for index, row in enumerate(rows)]
+            parts = [Part(index, len(context), row.end) for index, row in enumerate(rows) if row.end > len(context)]
             results.extend(self.compute(rows, parts))
             rows.clear()
 
-        assert VIRTUAL_POS_START == 0
         for chunk in chunks:
-            tokens = [*context, *chunk]
-            need = [-(-len(tokens) // size) for size in sizes]
+            end = len(context) + len(chunk)
+            need = [-(-end // size) - known for size, known in zip(sizes, first, strict=True)]
             if any(u + n > len(row) for u, n, row in zip(used, need, blocks, strict=True)):
                 run_rows()
-                used = [0] * len(blocks)
-            own = [row[u : u + n] for row, u, n in zip(blocks, used, need, strict=True)]
-            rows.append(Row(tokens, VIRTUAL_POS_START, own))
+                used = list(first)
+            own = [(*row[:k], *row[u : u + n]) for row, k, u, n in zip(blocks, first, used, need, strict=True)]
+            rows.append(Row([*context[shared:], *chunk], shared, own))
             used = [u + n for u, n in zip(used, need, strict=True)]
         run_rows()
         return results
