@@ -44,6 +44,15 @@ def test_errors_count_in_units_of_rounding(wrong):
     assert failure([FakeTrial(**{wrong: 0.02})], torch.float32) is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_token_counts(dtype):
+    """The first token of an answer comes from it."""
+    trial = FakeTrial()
+    right = trial.moved()
+    trial.moved = lambda: torch.cat([right[:-1], -right[-1:]])
+    assert failure([trial], dtype) is not None
+
+
 def test_one_prompt_that_goes_well_is_enough():
     unlucky = FakeTrial(moved=0.5)
     assert failure([unlucky, unlucky, FakeTrial()], torch.float32) is None
@@ -58,6 +67,8 @@ def test_what_raises_is_refused():
     trial = FakeTrial()
     trial.moved = lambda: 1 / 0
     assert failure([trial], torch.float32) == "self-test failed: ZeroDivisionError: division by zero"
+    with pytest.raises(ZeroDivisionError):  # other ranks would wait for this one
+        failure([trial], torch.float32, ranks=2)
 
 
 @pytest.mark.parametrize("limit", [None, 200, 64, 30, 20])

@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from kvmosaic.blend import policy_named
 from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_table
 from kvmosaic.core.errors import ConfigError
@@ -79,6 +78,7 @@ def ttft(
 ) -> None:
     """vLLM: time to first token by full prefill, prefix-cache hit, and reuse in a new order."""
     from kvmosaic.bench import ttft
+    from kvmosaic.engines.vllm.parameters import policy_served
 
     if tier not in ("device", "host"):
         raise ConfigError(f"--tier {tier}: choose device or host")
@@ -86,7 +86,7 @@ def ttft(
     if not all(0 <= share <= 1 for share in shares):
         raise ConfigError(f"--ratios {ratios}: must be between 0 and 1")
     for policy in chosen:
-        policy_named(policy).check(layers)
+        policy_served(policy, layers)
     with console.status("starting vLLM") as status:
         result = ttft.run(context, layers, tier, eager, chosen, shares, progress=status.update)
     rows = result["rows"]

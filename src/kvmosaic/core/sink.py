@@ -15,7 +15,8 @@ _DOCUMENT = (
     "a school during the war, and is now a small museum with a collection of tools, scales and letters.",
     "",
 )
-"""A short prompt about nothing in particular, a separator at its end. A chunk that was computed after it has seen
+"""A short prompt about nothing in particular, a separator at its end, which does no harm before a chunk that begins
+with one and is needed before one that does not. A chunk that was computed after it has seen
 what chunks in a request see: an instruction, other passages, and separators. It then needs no attention sink among
 its own first tokens, and its keys are those of a passage among others, not of the beginning of a text."""
 

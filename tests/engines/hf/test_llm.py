@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvmosaic.core.errors import ConfigError, PromptError
+from kvmosaic.core.profile import Profile, profile_path, write_profile
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.hf import LLM
 from tests.engines.hf.tiny import UNSUPPORTED, make
@@ -382,3 +383,14 @@ def test_a_chunk_alone_may_be_in_another_rope_regime_than_its_prompt(tokenizer):
     llm.chunk_cache.sink = tuple(range(3, 11))
     [output] = llm.generate([ChunkedPrompt(tuple(TOKENS[:62]), (Span(0, 61),))], max_tokens=1)
     assert [(chunk.status, chunk.reason) for chunk in output.chunks] == [("prefilled", "too-long")]
+
+
+def test_a_policy_of_a_profile_that_does_not_exist_is_blamed_on_the_profile(smollm2_folder, tmp_path, monkeypatch):
+    """Such as one with options that a newer version no longer has."""
+    monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path))
+    path = profile_path(str(smollm2_folder))
+    write_profile(Profile(policy="composite(link=0.5)", recompute_ratio=0.15, sink_prefix="bos"), path)
+    with pytest.raises(ConfigError) as error:
+        LLM(str(smollm2_folder), enable_chunk_cache=True)
+    assert str(path) in str(error.value)
+    assert "link" in str(error.value)

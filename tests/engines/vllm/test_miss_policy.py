@@ -93,6 +93,19 @@ def test_many_new_documents_at_once(llm):
     assert llm.llm_engine.reset_prefix_cache()  # no borrowed block was forgotten
 
 
+def test_a_document_that_does_not_fit_behind_its_sink_prefix_is_not_filled(llm):
+    """Its positions would be beyond the model's, where rotary tables end."""
+    encode = llm.get_tokenizer().encode
+    document = f"Report {random.random()}:"
+    while len(encode(document)) < SMALL["max_model_len"] - 120:
+        document += " and so on"
+    before = llm.get_stats()["total_chunks"]
+    [output] = answer(llm, [prompt("You are helpful.", [document])], report=True)
+    assert output.kv_transfer_params == {"mode": "plain", "fallback_reason": "cost"}
+    assert llm.get_stats()["total_chunks"] == before
+    assert not llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler._backlog._waiting
+
+
 def test_never(llm, monkeypatch):
     """The scheduler's own setting decides; nothing is stored."""
     from kvmosaic.core.config import load_config

@@ -71,7 +71,10 @@ class LLM:
     ) -> None:
         name = (model.name_or_path or None) if isinstance(model, PreTrainedModel) else str(model)
         self.config: ChunkCacheConfig = load_config(name, **settings)
-        self._policy = policy_named(self.config.policy)
+        try:
+            self._policy = policy_named(self.config.policy)
+        except ConfigError as error:
+            raise self.config.blame(error) from None
         if isinstance(model, PreTrainedModel):
             self.model = model.eval()
         else:

@@ -23,6 +23,7 @@ from kvmosaic.engines.vllm.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.loader import ANY_LENGTH, ChunkLoader
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats
+from kvmosaic.engines.vllm.parameters import policy_served
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.scheduler import ChunkScheduler
 from kvmosaic.engines.vllm.self_test import self_test
@@ -47,6 +48,10 @@ class ChunkConnector(KVConnectorBase_V1):
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._config: ChunkCacheConfig = load_config(vllm_config.model_config.model, **given)
         num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+        try:
+            policy_served(self._config.policy, num_layers)
+        except ConfigError as error:
+            raise self._config.blame(error) from None
         self._caches = kv_cache_config
         self._tokenizer = _tokenizer(vllm_config)
         self._parser = ChunkTokenParser(self._tokenizer, self._config.chunk_separator)
@@ -65,6 +70,7 @@ class ChunkConnector(KVConnectorBase_V1):
                 vllm_config.kv_transfer_config.engine_id,
                 vllm_config.scheduler_config.max_num_batched_tokens,
                 num_layers,
+                vllm_config.model_config.max_model_len,
             )
 
     # --- scheduler side

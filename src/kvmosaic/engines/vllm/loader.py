@@ -201,7 +201,7 @@ class ChunkLoader:
             for each in due:
                 each.rows, each.tail = [], []
 
-        with self.timer.stage("probe"):
+        with self.timer.stage("probe", prompt.question.start - load.first if 0 < load.ratio < 1 else 0):
             blended = self._blender.positions(load, brought.moves, compute_fresh) - fresh
         moved = sum(at + len(entry.tokens) - max(at, load.first) for entry, at in brought.moves)
         self._count("tokens", "fresh", len(fresh))
@@ -269,7 +269,7 @@ class ChunkLoader:
         spare ones."""
         sizes, length = self._forward.block_sizes, len(load.prompt.token_ids)
         self._scratch = [
-            (*row, *load.spare)[load.first // size :] for row, size in zip(load.blocks, sizes, strict=True)
+            (*row, *load.spare)[load.own // size :] for row, size in zip(load.blocks, sizes, strict=True)
         ]
         room = min(len(row) * size for row, size in zip(self._scratch, sizes, strict=True))
         fitting = []

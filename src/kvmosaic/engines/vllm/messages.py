@@ -28,6 +28,8 @@ class ChunkLoad:
     """Name and options of the policy that chooses what is recomputed."""
     fill: bool
     """Whether missing chunks are filled first; else they are computed as ordinary text."""
+    own: int
+    """Tokens in blocks before those that only this request uses."""
     spare: tuple[int, ...]
     """Blocks behind the request's own, for filling chunks and for probing the question, and not a step longer."""
 

@@ -12,7 +12,7 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.results import ChunkReport
 from kvmosaic.engines.vllm.backlog import FillBacklog
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
@@ -49,6 +49,11 @@ class _Plan:
     report: dict[str, Any] = field(default_factory=dict)
 
 
+def _is_probed(plan: _Plan) -> bool:
+    """Whether choosing what is recomputed takes a look at the prompt's KV."""
+    return 0 < plan.ratio < 1 and policy_named(plan.policy).reads_content
+
+
 class ChunkScheduler:
     """Plans requests. Holds a plan only while its request waits or runs."""
 
@@ -63,6 +68,7 @@ class ChunkScheduler:
         engine_id: str,
         step_tokens: int,
         num_layers: int,
+        max_positions: int,
     ) -> None:
         self._config = config
         self._parser = parser
@@ -79,6 +85,7 @@ class ChunkScheduler:
         self._work = StepWork(engine_id)
         self._step_tokens = step_tokens
         self._num_layers = num_layers
+        self._max_positions = max_positions
         self._tokens_in_step = 0
         """About how many tokens the coming step computes for chunks, beside vLLM's own."""
         self.pool: Any = None
@@ -167,6 +174,7 @@ class ChunkScheduler:
                     shared,
                     plan.policy,
                     self._config.miss_policy == "fill-first",
+                    local,
                     self._borrow(plan, local, len(ids[0])),
                 )
             )
@@ -193,30 +201,33 @@ class ChunkScheduler:
     def _cost(self, plan: _Plan, local: int) -> int:
         """About how many tokens are computed to bring what follows the first ``local`` tokens."""
         missing = blended = 0
+        fills = self._config.miss_policy == "fill-first"
         for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
             tokens = max(0, span.end - max(span.start, local))
             is_missing = self._catalog.tier(digest) is None
             missing += tokens if is_missing else 0
-            blended += tokens if not is_missing or self._config.miss_policy == "fill-first" else 0
-        return max(0, plan.prompt.system.end - local) + missing + int(plan.ratio * blended)
+            blended += tokens if not is_missing or fills else 0
+        context = len(self._context(plan.prompt)) if missing and fills else 0
+        return max(0, plan.prompt.system.end - local) + context + missing + int(plan.ratio * blended)
 
     def _borrow(self, plan: _Plan, local: int, owned: int) -> tuple[int, ...]:
         """Blocks for what the ``owned`` ones have no room for: the part of the question that is probed, where the
         step does not compute all of it itself; and, behind its context, the longest chunk that is filled first."""
-        lacking = 0
-        if 0 < plan.ratio < 1 and policy_named(plan.policy).reads_content:
+        probed = filled = 0
+        if _is_probed(plan):
             question = plan.prompt.question
-            lacking = self._blocks_for(min(question.end, question.start + PROBE_TOKENS)) - owned
+            probed = self._blocks_for(min(question.end, question.start + PROBE_TOKENS)) - owned
         if self._config.miss_policy == "fill-first":
-            missing = [
-                len(span)
+            lengths = [
+                self._filled_length(plan.prompt, span)
                 for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)
                 if span.end > local and self._catalog.tier(digest) is None
             ]
-            if missing:
-                longest = len(self._context(plan.prompt)) + max(missing)
-                lacking = max(lacking, self._blocks_for(longest) - (owned - local // self._block_size))
-        if not 0 < lacking <= self.pool.get_num_free_blocks():
+            longest = max((length for length in lengths if length <= self._max_positions), default=0)
+            filled = self._blocks_for(longest) - (owned - local // self._block_size)
+        free = self.pool.get_num_free_blocks()
+        lacking = max((count for count in (probed, filled) if count <= free), default=0)
+        if lacking <= 0:
             return ()
         blocks = self.pool.get_new_blocks(lacking)
         self._borrowed += blocks
@@ -224,6 +235,10 @@ class ChunkScheduler:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
+
+    def _filled_length(self, prompt: ChunkedPrompt, chunk: Span) -> int:
+        """Tokens that a chunk takes together with what it is computed after."""
+        return len(self._context(prompt)) + len(chunk)
 
     def _start_before(self, unwritten: set[int], load: ChunkLoad) -> ChunkLoad:
         """The load, made to compute also what vLLM's prefix cache has in name only until this step's forward."""
@@ -272,12 +287,15 @@ class ChunkScheduler:
             return True
         if self._config.miss_policy == "background":
             for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
-                if self._catalog.tier(digest) is None:
+                fits = self._filled_length(plan.prompt, span) <= self._max_positions
+                if fits and self._catalog.tier(digest) is None:
                     self._backlog.add(digest, plan.prompt.tokens_of(span), self._context(plan.prompt))
         ahead = plan.prompt.question.start - local
         computed = self._cost(plan, local)
         if all({"blend", "remap"} <= costs.keys() for costs in self._costs.values()):
             plan.predicted = self._seconds("blend", computed) + self._seconds("remap", ahead - computed)
+            if _is_probed(plan) and all("probe" in costs for costs in self._costs.values()):
+                plan.predicted += self._seconds("probe", ahead)
             is_faster = plan.predicted < self._seconds("blend", ahead)
         else:  # nothing was measured yet
             is_faster = computed < ahead

@@ -33,7 +33,7 @@ def self_test(
         )
         for prompt in trial_prompts(len(after), model.get_vocab_size(), model.max_model_len)
     )
-    return failure(trials, model.dtype)
+    return failure(trials, model.dtype, ranks.count)
 
 
 class VllmTrial:
