@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -89,7 +90,9 @@ def test_json_is_alone_on_stdout():
 def test_without_vllm_there_is_a_warning(no_vllm):
     verdict, found, advice = rows_of()["vLLM"]
     assert (verdict, found) == ("warn", "not installed")
-    assert "kvmosaic[vllm]" in advice
+    # As the README has it for a machine without a GPU; kvmosaic is on no package index.
+    assert "make .venv-vllm/.ready" in advice
+    assert "make .venv-vllm/.ready" in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_a_vllm_that_is_broken_and_too_old(monkeypatch):
@@ -174,6 +177,7 @@ def test_a_gpu(monkeypatch, tmp_path, no_vllm):
     rows = rows_of(folder(tmp_path), status=1)
     assert rows["accelerator"] == ("ok", "2 x H200, 100.0 GiB; 15% device pool: 15.0 GiB", "")
     assert rows["Triton"][0] == "fail"
+    assert rows["vLLM"][2].endswith("pip install -e '.[vllm]'")
     # 3 layers x 4 heads x (8 + 8) columns x 2 bytes = 384 bytes
     assert rows["KV in bfloat16"][1] == "0.4 KiB a token; tokens: device pool 41,943,040, host 5,592,405"
 

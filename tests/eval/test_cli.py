@@ -1,10 +1,15 @@
 """``kvmosaic eval`` as a user meets it. In this process: starting one for every bad option would take minutes."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
 
+from kvmosaic.cli.eval import check_file
 from kvmosaic.cli.main import main
 
 
@@ -27,17 +32,72 @@ def kvmosaic_eval(monkeypatch, *arguments):
         (("--data", "synthetic", "--policies", "sink-link(k=x)"), "sink-link"),
         (("--data", "synthetic", "--policies", ""), "unknown policy ''"),
         (("--data", "synthetic", "--ratios", "0.1;0.2"), "--ratios"),
-        (("--data", "synthetic", "--ratios", "1.5"), "ratio 1.5"),
-        (("--data", "synthetic", "--ratios", "nan"), "ratio nan"),
+        (("--data", "synthetic", "--ratios", "1.5"), "--ratios 1.5"),
+        (("--data", "synthetic", "--ratios", "-0.1"), "--ratios -0.1"),
+        (("--data", "synthetic", "--ratios", "nan"), "--ratios nan"),
+        (("--data", "synthetic", "--policies", "kv-deviation(layers=99)"), "layer 99"),
+        (("--data", "synthetic", "--sink-prefix", ""), "--sink-prefix"),
         (("--data", "synthetic", "--max-answer", 0), "--max-answer 0"),
         (("--data", "synthetic", "--html", "/nowhere/r.html"), "--html"),
-        (("--data", "synthetic", "--output", "/dev/null/x"), "/dev/null"),
+        (("--data", "synthetic", "--html", "/tmp"), "--html"),
+        (("--data", "synthetic", "--html", "/proc/r.html"), "--html"),
+        (("--data", "synthetic", "--output", "/dev/null/x"), "--output /dev/null/x"),
+        (("--data", "synthetic", "--output", "/dev/null"), "--output /dev/null"),
+        (("--data", "synthetic", "--output", "/proc/x"), "--output /proc/x"),
     ],
 )
 def test_bad_options_end_in_one_line(monkeypatch, capsys, smollm2_folder, options, message):
     assert kvmosaic_eval(monkeypatch, "smollm2-135m", *options) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    output = capsys.readouterr()
+    assert output.out == ""  # nothing was measured
+    [line] = [line for line in output.err.splitlines() if line.startswith("error:")]
     assert message in line
+
+
+def test_a_file_to_come_is_not_made_early(tmp_path):
+    check_file("--html", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").write_text("kept")
+    check_file("--html", tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "kept"
+
+
+@pytest.mark.timeout(300)
+def test_interrupted_it_says_so_and_goes_on_where_it_stopped(tmp_path, smollm2_folder):
+    command = [
+        sys.executable,
+        "-m",
+        "kvmosaic.cli.main",
+        "eval",
+        "smollm2-135m",
+        "--data",
+        "synthetic",
+        "--limit",
+        "3",
+    ]
+    command += ["--policies", "sink-link", "--ratios", "0.15", "--output", str(tmp_path), "--json"]
+    results = tmp_path / "results.jsonl"
+
+    def measured():
+        return results.read_bytes().splitlines() if results.exists() else []
+
+    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    while running.poll() is None and len(measured()) < 4:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert "interrupted; what was measured is kept" in err
+    kept = measured()
+    assert 4 <= len(kept) < 1 + 3 * 6
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert measured()[: len(kept)] == kept
+    assert {row["n"] for row in json.loads(done.stdout)["rows"]} == {3}
 
 
 def test_rows_come_as_json_and_again_without_work(monkeypatch, capsys, tmp_path, smollm2_folder):

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.eval.data import KV_CHUNKS, PASSAGES, load
+from kvmosaic.eval.base import Example
+from kvmosaic.eval.data import KV_CHUNKS, KV_RECORDS, PASSAGES, load
 from kvmosaic.eval.synthetic import DOCUMENTS, synthetic
+from kvmosaic.eval.world import KINDS, PEOPLE
 
 OWN = [{"system": "s", "chunks": [f"c{i}", "d"], "question": f"q{i}", "answers": [f"a{i}"]} for i in range(9)]
 NQ = [
@@ -30,6 +32,9 @@ SQUAD = {
         }
     ]
 }
+
+
+THINGS = [f"the {kind.noun} {name}" for kind in KINDS for name in kind.names]
 
 
 def write(folder, content, compress=False):
@@ -54,7 +59,9 @@ def test_formats_are_recognised_and_sampled_deterministically(tmp_path, content,
 
 def test_own_examples_are_taken_as_they_are(tmp_path):
     [example] = load(write(tmp_path, OWN[:1]), 1, seed=0)
-    assert (example.system, example.chunks, example.question, example.answers) == ("s", ("c0", "d"), "q0", ("a0",))
+    assert example == Example("s", ("c0", "d"), "q0", ("a0",))
+    [example] = load(write(tmp_path, {**OWN[0], "lead": "It is"}), 1, seed=0)
+    assert example.lead == "It is"
 
 
 @pytest.mark.parametrize(("content", "gold"), [(NQ, "t{0}: x{0}"), (SQUAD, "p{0}")], ids=["nq", "squad"])
@@ -81,8 +88,21 @@ def test_key_value_records_are_spread_over_chunks(tmp_path):
         assert len(example.chunks) <= KV_CHUNKS
         pairs = json.loads("{" + ",".join(example.chunks) + "}")
         assert len(pairs) == 12
-        key = example.question.split('"')[1]
+        key = example.lead.split('"')[1]
         assert pairs[key] == example.answers[0]
+
+
+def test_of_many_key_value_records_some_are_taken_in_their_order(tmp_path):
+    records = [[f"k{j:02}", f"v{j}"] for j in range(99)]
+    content = [{"ordered_kv_records": records, "key": f"k{j}", "value": f"v{j}"} for j in (10, 50, 98)]
+    seen = set()
+    for example in load(write(tmp_path, content), 3, seed=0):
+        pairs = json.loads("{" + ",".join(example.chunks) + "}")
+        assert len(pairs) == KV_RECORDS
+        assert list(pairs) == sorted(pairs)
+        assert pairs[example.lead.split('"')[1]] == example.answers[0]
+        seen.add(tuple(pairs))
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize(
@@ -98,6 +118,11 @@ def test_key_value_records_are_spread_over_chunks(tmp_path):
         (json.dumps({"data": []}), "no question with an answer"),
         (json.dumps({**NQ[0], "ctxs": []}), "line 1: not a nq example"),
         (json.dumps({**KV[0], "ordered_kv_records": []}), "line 1: not a kv example"),
+        (json.dumps({**KV[0], "key": "other"}), "does not have the key with the value"),
+        (json.dumps({**OWN[0], "answers": [" "]}), "answers must not be empty"),
+        (json.dumps({**OWN[0], "question": ""}), "question must not be empty"),
+        (json.dumps({**OWN[0], "chunks": ["\ud800"]}), "chunks has half of a character"),
+        ("[" * 100_000, "brackets within brackets"),
     ],
 )
 def test_bad_files_are_refused_in_one_line(tmp_path, text, message):
@@ -124,15 +149,36 @@ def test_synthetic_questions(seed, sources):
         count = sources or index + 1
         [answer] = example.answers
         assert len(set(example.chunks)) == DOCUMENTS
-        # The answer stands in exactly one document, and not in the question.
-        holders = [chunk for chunk in example.chunks if f" {answer}.\n" in chunk]
-        assert len(holders) == 1
-        assert f" {answer}" not in example.question
-        named = holders[0].split(" of the ")[1].split(f" {answer}.")[0].rsplit(" ", 1)[0].removesuffix(" is")
-        assert (f"the {named}" in example.question) == (count == 1)
+        # The answer stands in exactly one document, and not in what is asked.
+        [holder] = [chunk for chunk in example.chunks if f" {answer}.\n" in chunk]
+        asked = f"{example.question} {example.lead}"
+        assert f" {answer}" not in asked
+        told = holder.partition("\n")[0]
+        things = [text for text in THINGS if text in told]
+        [thing] = [text for text in things if text == max(things, key=len)]
+        assert (thing in asked) == (count == 1)
+        if count == 1:
+            assert told == f"{example.lead.removeprefix('Answer: ')} {answer}."
+            continue
+        # What is asked for leads from one document to the next, and no document has two of the links.
+        people = [person for person in PEOPLE if person in asked]
+        if count == 3:
+            [friend] = people
+            [link] = [chunk for chunk in example.chunks if f"best friend of {friend} is" in chunk]
+            people = [person for person in PEOPLE if person in link and person != friend]
+            assert thing not in link
+        [person] = people
+        [link] = [chunk for chunk in example.chunks if chunk.startswith(f"{person} is the owner of {thing}.")]
+        assert person not in holder
+        assert answer not in link
+        # Of as many others it could be the answer's place, too.
+        assert sum(told.split(thing)[0] in chunk for chunk in example.chunks) == len(example.chunks) // count + (
+            count == 3
+        )
 
 
-def test_synthetic_facts_are_many():
-    facts = {chunk.partition("\n")[0] for example in synthetic(100, 0, 1) for chunk in example.chunks}
-    assert len(facts) >= 100
+@pytest.mark.parametrize("sources", [1, 2, 3])
+def test_synthetic_facts_are_many(sources):
+    chunks = {chunk for example in synthetic(100, 0, sources) for chunk in example.chunks}
+    assert len({chunk.partition("\n")[0] for chunk in chunks if "\n" in chunk}) >= 100
     assert len({(e.question, e.answers) for e in synthetic(300, 0)}) >= 100

@@ -1,13 +1,23 @@
 """The evaluation on a real model: what its numbers must be, and that interruptions leave no trace."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.eval.base import Cell, Example
-from kvmosaic.eval.plan import ALL, FULL_PREFILL, NO_CONTEXT, NONE, make_cells, make_plan
+from kvmosaic.eval.plan import (
+    ALL,
+    FULL_PREFILL,
+    LONG_ANSWER,
+    NO_CONTEXT,
+    NONE,
+    SHORT_ANSWER,
+    make_cells,
+    make_plan,
+)
 from kvmosaic.eval.report import render
 from kvmosaic.eval.run import evaluate
 from kvmosaic.eval.summary import summarise
@@ -29,7 +39,7 @@ def llm(smollm2, tokenizer):
 
 @pytest.fixture(scope="module")
 def plan(llm):
-    return make_plan(llm, EXAMPLES, make_cells(["composite", "sink-link(k=2)"], [0.3]), ANSWER)
+    return make_plan(llm, EXAMPLES, make_cells(["composite", "sink-link(k=2)"], [0, 0.3, 1]), ANSWER)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +55,7 @@ def timeless(scores):
 
 
 def test_both_ends_and_random_are_always_measured():
+    assert make_cells(["composite"], [0, 0.1, 0.3, 1]) == make_cells(["composite"], [0.3, 0.1])
     cells = make_cells(["composite"], [0.3, 0.1])
     assert cells[0] == NONE
     assert cells[-1] == ALL
@@ -141,7 +152,11 @@ def test_the_summary_is_that_of_the_scores(plan, finished):
 def test_the_report_stands_alone(plan, finished):
     html = render("a <model> & data", summarise(finished.scores, plan.cells, 2))
     assert "a &lt;model&gt; &amp; data" in html
-    assert html.count("<svg") == 3
+    # Four plots, and the shapes of three policies in the legend.
+    assert html.count('role="img"') == 4
+    assert html.count("<svg") == 4 + 3
+    for policy in ("random", "composite", "sink-link(k=2)"):
+        assert f"</svg>{policy}</span>" in html
     assert "http" not in html
     assert "<script" not in html
     for cell in plan.cells:
@@ -150,7 +165,43 @@ def test_the_report_stands_alone(plan, finished):
 
 def test_prompts_the_model_cannot_take_are_refused_before_any_work(llm):
     cells = make_cells([], [])
-    with pytest.raises(PromptError, match=r"example 1: .* exceed"):
+    with pytest.raises(PromptError, match=r"example 1 \('Who has a dog\?'\): .* exceed"):
         make_plan(llm, EXAMPLES, cells, llm.max_positions)
-    with pytest.raises(PromptError, match="example 1: all of its chunks are empty"):
+    with pytest.raises(PromptError, match=r"example 1 \('q'\): all of its chunks are empty"):
         make_plan(llm, [Example("s", ("", " "), "q", ("a",))], cells, 4)
+    with pytest.raises(ConfigError, match="layer 99"):
+        make_plan(llm, EXAMPLES, make_cells(["kv-deviation(layers=99)"], [0.3]), 4)
+
+
+def test_a_chunk_that_cannot_be_reused_is_no_perfect_reuse(smollm2, tokenizer):
+    """With a sink prefix as long as the context every chunk would be ordinary text, and every policy perfect."""
+    long = "word " * smollm2.config.max_position_embeddings
+    with (
+        LLM(smollm2, tokenizer, enable_chunk_cache=True, sink_prefix=long) as llm,
+        pytest.raises(PromptError, match="shorter sink prefix"),
+    ):
+        make_plan(llm, EXAMPLES, make_cells([], []), 4)
+
+
+def test_an_answer_is_as_long_as_the_right_one_needs(llm):
+    def room(*answers, limit=None):
+        [question] = make_plan(llm, [Example("s", ("c",), "q", answers)], make_cells([], []), limit).questions
+        return question.max_answer
+
+    assert room("tea") == SHORT_ANSWER
+    assert SHORT_ANSWER < room("tea", "7f0c-" * 5) < LONG_ANSWER
+    assert room("tea " * 100) == LONG_ANSWER
+    assert room("tea " * 100, limit=3) == 3
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_model_goes_on_behind_the_lead(llm, monkeypatch, chat):
+    if not chat:
+        monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    with_lead = Example("Be brief.", ("Anna has a cat.",), "Who has a cat?", ("Anna",), "The cat belongs to")
+    [question] = make_plan(llm, [with_lead], make_cells([], []), 4).questions
+    for prompt in question.prompt, question.no_context:
+        text = llm.tokenizer.decode(prompt.token_ids)
+        assert text.endswith("assistant\nThe cat belongs to" if chat else "Who has a cat?\nThe cat belongs to")
+    [plain] = make_plan(llm, [replace(with_lead, lead="")], make_cells([], []), 4).questions
+    assert llm.tokenizer.decode(plain.prompt.token_ids).endswith("assistant\n" if chat else "Who has a cat?")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import platformdirs
 import typer
 
-from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
+from kvmosaic.cli.eval import BETWEEN_POLICIES, check_file, check_folder, interruptible, numbers
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import profile_path, write_profile
@@ -46,9 +46,9 @@ def calibrate(
     sinks = list(dict.fromkeys(part.strip() for part in sink_prefixes.split(",")))
     if "" in sinks:
         raise ConfigError(f"--sink-prefixes {sink_prefixes!r}: one of them is empty; use none for no prefix")
-    if profile is not None and (profile.is_dir() or not profile.absolute().parent.is_dir()):
-        raise ConfigError(f"--profile {profile}: must be a file in a folder that exists")
     examples = load(data, limit, seed)
+    check_file("--profile", profile)
+    check_folder(output)
     folder = output or Path(platformdirs.user_cache_dir("kvmosaic")) / "eval"
     found = _measure(model, sinks, examples, cells, folder)
 
@@ -97,7 +97,7 @@ def _measure(
     with console.status(f"loading {model}"):
         loaded = LLM(model, enable_chunk_cache=False)
     found = []
-    with progress_bar(len(sinks) * len(examples)) as steps:
+    with interruptible(), progress_bar(len(sinks) * len(examples)) as steps:
         for sink in sinks:
             steps.start(f"examples, sink prefix {sink}")
             # A store of its own: nothing of the user's is read or cleared. A chunk that does not stay in it is filled

@@ -13,6 +13,9 @@ class Example:
     question: str
     answers: tuple[str, ...]
     """Each of them is right."""
+    lead: str = ""
+    """How the answer begins. It is given to the model: one that makes whole sentences, or goes on asking, then comes
+    to the answer at once."""
 
 
 class Cell(NamedTuple):

@@ -15,9 +15,6 @@ from kvmosaic.eval.run import evaluate
 from kvmosaic.eval.summary import summarise
 from kvmosaic.eval.work_file import WorkFile
 
-MAX_ANSWER = 16
-"""Tokens of an answer that are compared, as in ``kvmosaic eval``."""
-
 
 class Target(NamedTuple):
     """How close to a full prefill is close enough."""
@@ -57,10 +54,12 @@ class Candidate(NamedTuple):
         return {"sink_prefix": self.sink_prefix, **self.row._asdict()}
 
 
-def candidate_cells(policies: Sequence[str], ratios: Iterable[float]) -> tuple[Cell, ...]:
+def candidate_cells(policies: Sequence[str], ratios: Sequence[float]) -> tuple[Cell, ...]:
     """Nothing recomputed, and every policy at every ratio. Recomputing all is no candidate: it saves nothing; and
     random tokens are one only if asked for."""
-    cells = make_cells(policies, [ratio for ratio in ratios if ratio != 0])
+    if ALL.ratio in ratios:
+        raise ConfigError(f"--ratios {ALL.ratio:g}: recomputing everything saves nothing; choose smaller ones")
+    cells = make_cells(policies, ratios)
     return tuple(cell for cell in cells if cell != ALL and (cell.policy != RANDOM or RANDOM in policies))
 
 
@@ -73,7 +72,7 @@ def measure(
 ) -> list[Candidate]:
     """Every cell with the sink prefix of ``llm``. Results are kept below ``folder``: what is there is not measured
     again."""
-    plan = make_plan(llm, examples, cells, MAX_ANSWER)
+    plan = make_plan(llm, examples, cells)
     with WorkFile(folder / plan.digest, plan.digest) as work:
         evaluate(llm, plan, work, progress)
     lines = summarise(work.scores, plan.cells, len(examples)).lines

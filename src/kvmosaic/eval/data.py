@@ -13,11 +13,14 @@ from kvmosaic.eval.base import Example
 from kvmosaic.eval.synthetic import synthetic
 
 SYSTEM = "Read the documents and answer the question with a few words."
+LEAD = "Answer:"
 KV_SYSTEM = "Find the value of the key in the JSON data."
+KV_QUESTION = "Repeat the record of one key."
 PASSAGES = 6
 """Per question of SQuAD and NQ, the one with the answer included."""
-KV_CHUNKS = 5
-"""A key-value example's records are spread evenly over these."""
+KV_CHUNKS, KV_RECORDS = 5, 25
+"""A key-value example has so many records at most, spread evenly over so many chunks: about 1,800 tokens, among
+which a model of a few hundred million parameters finds the right one at least now and then."""
 
 SYNTHETIC = {"synthetic": None, "synthetic-1": 1, "synthetic-2": 2, "synthetic-3": 3}
 """Built-in data: the name → how many documents a question needs; ``None``: one, two and three in turn."""
@@ -59,11 +62,14 @@ def _records(path: Path) -> list[tuple[int, Any]]:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read data {path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"cannot read data {path}: {why}; give a file of examples, or synthetic") from None
     try:
         return [(1, json.loads(text))]
     except ValueError:
         pass
+    except RecursionError:
+        raise ConfigError(f"{path}: brackets within brackets without end; give a file of examples") from None
     records = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -98,6 +104,16 @@ def _reason(error: Exception) -> str:
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{what} must be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can write half of a pair, which no tokenizer takes
+        raise ValueError(f"{what} has half of a character") from None
+    return value
+
+
+def _words(value: Any, what: str) -> str:
+    if not _text(value, what).strip():
+        raise ValueError(f"{what} must not be empty")
     return value
 
 
@@ -107,14 +123,14 @@ def _texts(values: Any, what: str) -> tuple[str, ...]:
     return tuple(_text(value, what) for value in values)
 
 
-def _ask(question: str) -> str:
-    return f"Question: {question}\nAnswer:"
+def _right(values: Any) -> tuple[str, ...]:
+    return tuple(_words(value, "answers") for value in _texts(values, "answers"))
 
 
 def _own(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
-    system = _text(record.get("system", ""), "system")
-    question = _text(record["question"], "question")
-    return Example(system, _texts(record["chunks"], "chunks"), question, _texts(record["answers"], "answers"))
+    system, lead = (_text(record.get(name, ""), name) for name in ("system", "lead"))
+    question = _words(record["question"], "question")
+    return Example(system, _texts(record["chunks"], "chunks"), question, _right(record["answers"]), lead)
 
 
 def _squad_questions(source: str, records: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
@@ -136,15 +152,16 @@ def _squad_questions(source: str, records: Sequence[tuple[int, Any]]) -> Iterato
 
 def _squad(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
     gold = _text(record["context"], "context")
-    answers = _texts([answer["text"] for answer in record["answers"]], "answers")
+    answers = _right([answer["text"] for answer in record["answers"]])
     chunks = _among(gold, (other["context"] for other in _shuffled(others, rng)), rng)
-    return Example(SYSTEM, chunks, _ask(_text(record["question"], "question")), tuple(dict.fromkeys(answers)))
+    question = f"Question: {_words(record['question'], 'question')}"
+    return Example(SYSTEM, chunks, question, tuple(dict.fromkeys(answers)), LEAD)
 
 
 def _nq(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
     chunks = _among(_passage(record), map(_passage, _shuffled(others, rng)), rng)
-    question = _text(record["question"], "question").rstrip("?") + "?"
-    return Example(SYSTEM, chunks, _ask(question), _texts(record["answers"], "answers"))
+    question = f"Question: {_words(record['question'], 'question').rstrip('?')}?"
+    return Example(SYSTEM, chunks, question, _right(record["answers"]), LEAD)
 
 
 def _passage(record: Any) -> str:
@@ -168,14 +185,18 @@ def _among(gold: str, others: Iterator[str], rng: random.Random) -> tuple[str, .
 
 
 def _kv(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
-    """The records as the lines of a JSON object, cut into chunks of whole lines."""
-    lines = [f'"{_text(key, "key")}": "{_text(value, "value")}"' for key, value in record["ordered_kv_records"]]
+    """Some records, in their order, as the lines of a JSON object, cut into chunks of whole lines."""
+    key, value = _words(record["key"], "key"), _words(record["value"], "value")
+    pairs = [(_text(name, "key"), _text(content, "value")) for name, content in record["ordered_kv_records"]]
+    if (key, value) not in pairs:
+        raise ValueError("ordered_kv_records does not have the key with the value")
+    asked = pairs.index((key, value))
+    kept = rng.sample([index for index in range(len(pairs)) if index != asked], min(len(pairs), KV_RECORDS) - 1)
+    lines = ['"{}": "{}"'.format(*pairs[index]) for index in sorted([asked, *kept])]
     size = -(-len(lines) // KV_CHUNKS)
     chunks = tuple(",\n".join(lines[start : start + size]) for start in range(0, len(lines), size))
-    if not chunks:
-        raise ValueError("ordered_kv_records is empty")
-    question = f'Key: "{_text(record["key"], "key")}"\nCorresponding value:'
-    return Example(KV_SYSTEM, chunks, question, (_text(record["value"], "value"),))
+    # Small models copy what followed a key, and do no more: with the key in the question they repeat the key.
+    return Example(KV_SYSTEM, chunks, KV_QUESTION, (value,), f'"{key}": "')
 
 
 FORMATS: dict[str, Callable[[Any, Sequence[Any], random.Random], Example]] = {

@@ -18,7 +18,8 @@ FULL_PREFILL, NO_CONTEXT = Cell("full prefill", 1.0), Cell("no context", 0.0)
 """What cells are held against: the two ends of the scale. They use no chunk cache."""
 
 DEFAULT_POLICIES = tuple(name for name in POLICIES if name not in (NONE.policy, ALL.policy, RANDOM))
-DEFAULT_RATIOS = (0.02, 0.05, 0.1, 0.15, 0.3)
+SHORT_ANSWER, LONG_ANSWER = 16, 64
+"""Tokens: no answer is given fewer, and none more, however many the right one needs."""
 
 
 class Question(NamedTuple):
@@ -27,6 +28,8 @@ class Question(NamedTuple):
     prompt: ChunkedPrompt
     no_context: ChunkedPrompt
     answers: tuple[str, ...]
+    max_answer: int
+    """Tokens generated at most."""
 
 
 class Plan(NamedTuple):
@@ -34,8 +37,6 @@ class Plan(NamedTuple):
 
     questions: tuple[Question, ...]
     cells: tuple[Cell, ...]
-    max_answer: int
-    """Tokens generated at most."""
     digest: str
     """Of everything that results depend on: model, questions, cells, and the code that computes them."""
 
@@ -43,20 +44,23 @@ class Plan(NamedTuple):
 def make_cells(policies: Sequence[str], ratios: Sequence[float]) -> tuple[Cell, ...]:
     """Every policy at every ratio, beside random ones, between nothing and everything recomputed."""
     for ratio in ratios:
-        if not 0 < ratio < 1:
-            raise ConfigError(f"ratio {ratio}: must lie between 0 and 1; both ends are always measured")
+        if not 0 <= ratio <= 1:
+            raise ConfigError(f"--ratios {ratio:g}: must be between 0 and 1")
     for policy in policies:
         policy_named(policy)
     wanted = [policy for policy in policies if policy not in (NONE.policy, ALL.policy)]
-    between = [Cell(policy, ratio) for policy in (RANDOM, *wanted) for ratio in sorted(ratios)]
+    # Both ends are the same for all policies, and always measured.
+    inner = sorted(ratio for ratio in ratios if 0 < ratio < 1)
+    between = [Cell(policy, ratio) for policy in (RANDOM, *wanted) for ratio in inner]
     return tuple(dict.fromkeys([NONE, *between, ALL]))
 
 
-def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_answer: int) -> Plan:
-    """Parse every prompt; one that the model cannot take is refused here."""
-    if max_answer < 1:
-        raise ConfigError(f"--max-answer {max_answer}: must be at least 1")
+def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_answer: int | None = None) -> Plan:
+    """Parse every prompt; one that the model cannot take is refused here, and so is a policy. Without ``max_answer``
+    each answer may be as long as the right one, within ``SHORT_ANSWER`` and ``LONG_ANSWER``."""
     questions = tuple(_question(llm, index, example, max_answer) for index, example in enumerate(examples, 1))
+    for cell in cells:
+        policy_named(cell.policy).check(llm.engine.format.layers)
     config = llm.config
     digest = _digest(
         {
@@ -70,28 +74,48 @@ def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_
                 (q.prompt.token_ids, [(s.start, s.end) for s in q.prompt.chunks], *q[1:]) for q in questions
             ],
             "cells": cells,
-            "max_answer": max_answer,
         }
     )
-    return Plan(questions, tuple(cells), max_answer, digest)
+    return Plan(questions, tuple(cells), digest)
 
 
-def _question(llm: LLM, number: int, example: Example, max_answer: int) -> Question:
-    prompt = llm.parser.parse(llm.chat_prompt(example.system, example.chunks, example.question))
+def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -> Question:
+    prompt = llm.parser.parse(prompt_text(llm, example, example.chunks))
+    if max_answer is None:
+        # As the model writes it: a blank before, the end of the line behind.
+        needed = max(len(llm.parser.encode(f" {answer}.\n")) for answer in example.answers)
+        max_answer = min(max(needed, SHORT_ANSWER), LONG_ANSWER)
     length = len(prompt.token_ids)
+    # Examples are drawn from a file: their number alone does not say which one it is.
+    name = f"example {number} ({example.question[-60:]!r})"
     if not prompt.chunks:
-        raise PromptError(f"example {number}: all of its chunks are empty")
+        raise PromptError(f"{name}: all of its chunks are empty; leave it out")
     if llm.max_positions is not None and length + max_answer > llm.max_positions:
         raise PromptError(
-            f"example {number}: {length} tokens + an answer of {max_answer} exceed the model's {llm.max_positions} "
+            f"{name}: {length} tokens + an answer of {max_answer} exceed the model's {llm.max_positions} "
             "positions; leave it out or shorten it"
         )
     if not llm.chunk_cache.serves(length):
         raise PromptError(
-            f"example {number}: the model's rope table is different for every prompt of {length} tokens"
+            f"{name}: the model's rope table is different for every prompt of {length} tokens; shorten it"
         )
-    plain = llm.parser.encode(llm.chat_prompt(example.system, (), example.question))
-    return Question(prompt, ChunkedPrompt(tuple(plain), ()), example.answers)
+    context = llm.chunk_cache.context_of(prompt)
+    # Such a chunk is computed like ordinary text, and would count as perfect reuse.
+    if not all(llm.chunk_cache.fits(len(span), context, length) for span in prompt.chunks):
+        raise PromptError(
+            f"{name}: a chunk and what it is computed after, {len(context)} tokens, exceed the model's positions; "
+            "choose a shorter sink prefix"
+        )
+    plain = llm.parser.encode(prompt_text(llm, example, ()))
+    return Question(prompt, ChunkedPrompt(tuple(plain), ()), example.answers, max_answer)
+
+
+def prompt_text(llm: LLM, example: Example, chunks: Sequence[str]) -> str:
+    """The example with these chunks, in the model's chat format when it has one, up to where the model goes on."""
+    if llm.tokenizer is not None and llm.tokenizer.chat_template is not None:
+        return llm.chat_prompt(example.system, chunks, example.question) + example.lead
+    question = f"{example.question}\n{example.lead}" if example.lead else example.question
+    return llm.chat_prompt(example.system, chunks, question)
 
 
 def _digest(value: Any) -> str:

@@ -1,12 +1,14 @@
-"""A plot as SVG: lines with error bars, and a grid to read values off."""
+"""A plot as SVG: lines with error bars, lines to compare with, and a grid to read values off."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 640, 380
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 48
+WIDTH, HEIGHT = 560, 340
+LEFT, RIGHT, TOP, BOTTOM = 60, 30, 14, 46
+DODGE = 6
+"""Pixels between points of different series at the same place: error bars would hide each other."""
 COLOURS = (
     "#8a8a8a",
     "#1f77b4",
@@ -20,6 +22,16 @@ COLOURS = (
     "#bcbd22",
 )
 """Readable on white and on black."""
+SHAPES = (
+    "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z",
+    "M-3.6,-3.6h7.2v7.2h-7.2z",
+    "M0,-4.8L4.8,3.6H-4.8z",
+    "M0,-5L5,0L0,5L-5,0z",
+    "M0,4.8L4.8,-3.6H-4.8z",
+    "M-1.5,-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
+    "M-4.5,-3L-3,-4.5L0,-1.5L3,-4.5L4.5,-3L1.5,0L4.5,3L3,4.5L0,1.5L-3,4.5L-4.5,3L-1.5,0z",
+)
+"""Series are told apart without colours, too. Seven of them and ten colours make seventy pairs."""
 
 
 class Point(NamedTuple):
@@ -39,6 +51,15 @@ class Series(NamedTuple):
     points: Sequence[Point]
 
 
+class Axis(NamedTuple):
+    """What an axis shows, and named values on it that points are compared with."""
+
+    name: str
+    marks: Sequence[tuple[str, float]] = ()
+    crowded: bool = False
+    """Whether all series have points at the same places."""
+
+
 def ticks(low: float, high: float) -> list[float]:
     """Round numbers, about five, from the last at or below ``low`` to the first at or above ``high``."""
     raw = (high - low or 1.0) / 5
@@ -48,54 +69,95 @@ def ticks(low: float, high: float) -> list[float]:
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
-def svg(series: Sequence[Series], x_name: str, y_name: str) -> str:
-    """The plot; axes begin at 0 unless values lie below."""
-    points = [point for item in series for point in item.points]
-    x_ticks = ticks(0, max(point.x for point in points))
-    y_ticks = ticks(min(0, *(point.low for point in points)), max(point.high for point in points))
+class _Frame:
+    """Turns values into places. Axes begin at 0 unless values lie below."""
 
-    def across(x: float) -> float:
-        return LEFT + (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT)
+    def __init__(self, series: Sequence[Series], x: Axis, y: Axis) -> None:
+        points = [point for item in series for point in item.points]
+        marked = [[value for _, value in axis.marks] for axis in (x, y)]
+        self.x_ticks = ticks(0, max([point.x for point in points] + marked[0]))
+        self.y_ticks = ticks(min(0, *(point.low for point in points)), max([p.high for p in points] + marked[1]))
 
-    def up(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
+    def across(self, x: float) -> float:
+        first, last = self.x_ticks[0], self.x_ticks[-1]
+        return LEFT + (x - first) / (last - first) * (WIDTH - LEFT - RIGHT)
 
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_name)} against {escape(x_name)}">'
-    ]
-    for x in x_ticks:
-        parts += [
-            f'<line class="grid" x1="{across(x):.1f}" x2="{across(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>',
-            f'<text x="{across(x):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x:.4g}</text>',
-        ]
-    for y in y_ticks:
-        parts += [
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>',
-            f'<text x="{LEFT - 8}" y="{up(y) + 4:.1f}" text-anchor="end">{y:.4g}</text>',
-        ]
-    parts += [
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_name)}</text>',
-        f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_name)}</text>",
-    ]
+    def up(self, y: float) -> float:
+        first, last = self.y_ticks[0], self.y_ticks[-1]
+        return HEIGHT - BOTTOM - (y - first) / (last - first) * (HEIGHT - TOP - BOTTOM)
+
+
+def svg(series: Sequence[Series], x: Axis, y: Axis) -> str:
+    """The plot. Points with the same label are one point that series share."""
+    frame = _Frame(series, x, y)
+    title = f"{escape(y.name)} against {escape(x.name)}"
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">', *_grid(frame, x, y)]
+    labels = [point.label for item in series for point in item.points]
+    shared = {label for label in labels if labels.count(label) > 1}
     for index, item in enumerate(series):
-        parts.append(f'<g style="--c:{COLOURS[index % len(COLOURS)]}" class="series">')
-        path = " ".join(f"{across(point.x):.1f},{up(point.y):.1f}" for point in item.points)
-        parts.append(f'<polyline points="{path}"/>')
-        for point in item.points:
-            at = f"{across(point.x):.1f}"
-            parts.append(
-                f'<line x1="{at}" x2="{at}" y1="{up(point.low):.1f}" y2="{up(point.high):.1f}"/>'
-                f'<circle cx="{at}" cy="{up(point.y):.1f}" r="3.5"><title>{escape(point.label)}</title></circle>'
-            )
-        parts.append("</g>")
-    return "\n".join([*parts, "</svg>"])
+        shift = (index - (len(series) - 1) / 2) * DODGE if x.crowded else 0.0
+        parts += [
+            f'<g style="--c:{_colour(index)}" class="series">',
+            *_drawn(frame, index, item, shift, shared),
+            "</g>",
+        ]
+    return "\n".join([*parts, *_marks(frame, x, y), "</svg>"])
+
+
+def _grid(frame: _Frame, x: Axis, y: Axis) -> Iterator[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    for value in frame.x_ticks:
+        at = f"{frame.across(value):.1f}"
+        yield f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{bottom}"/>'
+        yield f'<text x="{at}" y="{bottom + 17}" text-anchor="middle">{value:.4g}</text>'
+    for value in frame.y_ticks:
+        at = f"{frame.up(value):.1f}"
+        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at}" y2="{at}"/>'
+        yield f'<text x="{LEFT - 7}" y="{at}" dy="4" text-anchor="end">{value:.4g}</text>'
+    yield f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x.name)}</text>'
+    turned = f"translate(14 {(TOP + bottom) / 2}) rotate(-90)"
+    yield f'<text transform="{turned}" text-anchor="middle">{escape(y.name)}</text>'
+
+
+def _marks(frame: _Frame, x: Axis, y: Axis) -> Iterator[str]:
+    """Dashed lines with their names, on top of the points: behind them they could not be read."""
+    for name, value in x.marks:
+        at = frame.across(value)
+        yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        # Beside the line, where there is more room.
+        beside, anchor = (at - 5, "end") if at > WIDTH / 2 else (at + 5, "start")
+        yield f'<text class="name" x="{beside:.1f}" y="{TOP + 10}" text-anchor="{anchor}">{escape(name)}</text>'
+    for name, value in y.marks:
+        at = frame.up(value)
+        yield f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text class="name" x="{WIDTH - RIGHT - 4}" y="{at - 4:.1f}" text-anchor="end">{escape(name)}</text>'
+
+
+def _drawn(frame: _Frame, index: int, item: Series, shift: float, shared: set[str]) -> Iterator[str]:
+    places = [
+        (frame.across(point.x) + (0 if point.label in shared else shift), frame.up(point.y)) for point in item.points
+    ]
+    yield f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+    for point, (x, y) in zip(item.points, places, strict=True):
+        low, high = frame.up(point.low), frame.up(point.high)
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
+        title = f"<title>{escape(point.label)}</title>"
+        yield f'<path transform="translate({x:.1f} {y:.1f})" d="{_shape(index)}">{title}</path>'
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _shape(index: int) -> str:
+    return SHAPES[index % len(SHAPES)]
 
 
 def legend(series: Sequence[Series]) -> str:
-    """Names beside their colours."""
+    """Names beside their colours and shapes."""
     items = (
-        f'<span style="--c:{COLOURS[index % len(COLOURS)]}">{escape(item.name)}</span>'
+        f'<span style="--c:{_colour(index)}"><svg viewBox="-6 -6 12 12"><path d="{_shape(index)}"/></svg>'
+        f"{escape(item.name)}</span>"
         for index, item in enumerate(series)
     )
     return f'<p class="legend">{" ".join(items)}</p>'

@@ -5,7 +5,7 @@ from html import escape
 
 from kvmosaic.eval.metrics import Interval
 from kvmosaic.eval.plan import ALL, NONE
-from kvmosaic.eval.plot import Point, Series, legend, svg
+from kvmosaic.eval.plot import Axis, Point, Series, legend, svg
 from kvmosaic.eval.summary import Line, Summary
 
 STYLE = """
@@ -13,22 +13,26 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e6e6; --paper: #16181d; --faint: #3a3f47; --good: #57c26e; --bad: #ff7b72 }
 }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1100px;
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1240px;
   margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .wide { overflow-x: auto }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 1rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--faint) }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1rem 2rem }
+figure { margin: 0 } figcaption { font-weight: 600 }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; white-space: nowrap }
+th, td { padding: .2rem .45rem; text-align: right; border-bottom: 1px solid var(--faint) }
 th:first-child, td:first-child { text-align: left }
 .good { color: var(--good) } .bad { color: var(--bad) } small { opacity: .7 }
 svg { width: 100%; height: auto } svg text { fill: var(--ink); font-size: 12px }
 .grid { stroke: var(--faint) } .series polyline { fill: none; stroke: var(--c); stroke-width: 2 }
-.series line { stroke: var(--c); opacity: .5 } .series circle { fill: var(--c) }
-.legend span { margin-right: 1rem } .legend span::before { content: "● "; color: var(--c) }
+.series line { stroke: var(--c); stroke-width: 1.5; opacity: .45 } .series path, .legend path { fill: var(--c) }
+.mark { stroke: var(--ink); stroke-dasharray: 5 4; opacity: .6 }
+svg .name { font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round }
+.legend span { display: inline-flex; align-items: center; margin-right: 1.2rem }
+.legend svg { width: 14px; height: 14px; margin-right: .35rem }
 """
 HEADS = (
-    *("policy", "ratio", "charged ratio", "KL mean", "KL p95", "top-1", "EM", "F1", "gap closed", "prefill ms"),
+    *("policy", "ratio", "charged ratio", "KL mean", "KL p95", "top-1", "EM", "F1", "gap closed", "TTFT ms"),
     *("KL − random", "F1 − random"),
 )
 
@@ -37,14 +41,20 @@ def render(title: str, summary: Summary) -> str:
     """The report."""
     full, none = summary.full_prefill, summary.no_context
     shown = _series(summary.lines)
+    charged, kl = Axis("charged ratio", crowded=True), Axis("KL (nats)")
+    time = Axis("time to first token (ms)", [("full prefill", full.prefill_ms)])
+    # Names of two lines at nearly the same height would cover each other.
+    apart = abs(full.f1 - none.f1) > 0.05
+    f1 = Axis("word F1", [("full prefill", full.f1), *([("no context", none.f1)] if apart else [])])
     plots = (
-        ("KL to full prefill against charged ratio", "charged ratio", "KL (nats)", _charged, _kl),
-        ("KL to full prefill against prefill time", "prefill ms", "KL (nats)", _time, _kl),
-        ("F1 against prefill time", "prefill ms", "word F1", _time, _f1),
+        ("KL to full prefill, by what is recomputed (lower is better)", charged, kl, _charged, _kl),
+        ("KL to full prefill, by time (lower is better)", time, kl, _time, _kl),
+        ("F1 of the answers, by what is recomputed (higher is better)", charged, f1, _charged, _f1),
+        ("F1 of the answers, by time (higher is better)", time, f1, _time, _f1),
     )
     figures = "".join(
-        f"<figure><figcaption>{caption}</figcaption>{svg(_points(shown, x, y), x_name, y_name)}</figure>"
-        for caption, x_name, y_name, x, y in plots
+        f"<figure><figcaption>{caption}</figcaption>{svg(_points(shown, x, y), x_axis, y_axis)}</figure>"
+        for caption, x_axis, y_axis, x, y in plots
     )
     rows = "\n".join(f"<tr>{''.join(_cells(line))}</tr>" for line in summary.lines)
     return f"""<!doctype html>
@@ -52,8 +62,9 @@ def render(title: str, summary: Summary) -> str:
 <title>kvmosaic eval: {escape(title)}</title><style>{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 <p>Full prefill: EM {full.em:.3f}, F1 {full.f1:.3f}, {full.prefill_ms:.0f} ms. Without context: EM {none.em:.3f},
-F1 {none.f1:.3f}. KL is measured over the full-prefill answer, token by token. Brackets and bars are 95 % bootstrap
-intervals over examples. Prefill times are medians with all chunks cached.</p>
+F1 {none.f1:.3f}. KL is measured over the full-prefill answer, token by token. Brackets and bars are 95&nbsp;%
+bootstrap intervals over examples. Times to first token (TTFT) are medians with all chunks cached. Every line begins
+at reuse without recomputing.</p>
 {legend(_points(shown, _charged, _kl))}
 <div class="plots">{figures}</div>
 <h2>All cells</h2>
@@ -62,19 +73,20 @@ intervals over examples. Prefill times are medians with all chunks cached.</p>
 {rows}
 </tbody></table></div>
 <p><small>“− random”: paired difference to random tokens at the same charged ratio, read off the line through all of
-random’s cells; coloured where the interval does not hold 0.</small></p>
+random’s cells; coloured where its 95&nbsp;% interval, shown when pointed at, does not hold 0.</small></p>
 </body></html>
 """
 
 
 def _series(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Lines by policy, each between what all policies share: nothing recomputed, and everything."""
+    """Lines by policy. Each begins where all policies do, with nothing recomputed. The other end, everything, says
+    nothing about a policy and would leave the interesting ratios a tenth of the width."""
     ends = {line.row.policy: line for line in lines if line.row[:2] in (NONE, ALL)}
     names = dict.fromkeys(line.row.policy for line in lines if line.row.policy not in ends)
     between = {name: [line for line in lines if line.row.policy == name] for name in names}
     return {
-        name: sorted([ends[NONE.policy], *mine, ends[ALL.policy]], key=lambda line: line.row.charged_ratio)
-        for name, mine in (between or {"reuse as is, recompute all": []}).items()
+        name: sorted([ends[NONE.policy], *mine], key=lambda line: line.row.charged_ratio)
+        for name, mine in (between or {"reuse as is, recompute all": [ends[ALL.policy]]}).items()
     }
 
 
@@ -121,8 +133,9 @@ def _cells(line: Line) -> Iterator[str]:
     for difference, sign in ((line.kl_to_random, -1), (line.f1_to_random, 1)):
         least, most = sorted((sign * difference.low, sign * difference.high))
         mark = "good" if least > 0 else "bad" if most < 0 else ""
-        yield f'<td class="{mark}">{_bracketed(difference, "+")}</td>'
+        interval = f"[{difference.low:+.3f}, {difference.high:+.3f}]"
+        yield f'<td class="{mark}" title="{interval}">{difference.mean:+.3f}</td>'
 
 
-def _bracketed(interval: Interval, sign: str = "") -> str:
-    return f"{interval.mean:{sign}.3f} <small>[{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]</small>"
+def _bracketed(interval: Interval) -> str:
+    return f"{interval.mean:.3f} <small>[{interval.low:.3f}, {interval.high:.3f}]</small>"

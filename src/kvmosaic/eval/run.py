@@ -26,7 +26,7 @@ def evaluate(llm: LLM, plan: Plan, work: WorkFile, progress: Callable[[int], Non
         missing = [cell for cell in cells if (index, cell) not in work.scores]
         if missing:
             with llm.engine.session():
-                judge = _Judge(llm, question, index, plan.max_answer)
+                judge = _Judge(llm, question, index)
                 for cell in missing:
                     work.add(judge.score(cell))
         progress(index)
@@ -35,15 +35,15 @@ def evaluate(llm: LLM, plan: Plan, work: WorkFile, progress: Callable[[int], Non
 class _Judge:
     """Scores cells on one question."""
 
-    def __init__(self, llm: LLM, question: Question, index: int, max_answer: int) -> None:
+    def __init__(self, llm: LLM, question: Question, index: int) -> None:
         self._llm = llm
         self._question = question
         self._index = index
-        self._max_answer = max_answer
+        self._max_answer = question.max_answer
         self._stops = stop_ids(llm.model)
         llm.chunk_cache.clear()
         llm.chunk_cache.fill_all(question.prompt)
-        full, self._full_ms = self._timed(lambda: llm.full_prefill(question.prompt, max_answer))
+        full, self._full_ms = self._timed(lambda: llm.full_prefill(question.prompt, question.max_answer))
         self._answer, self._logits = self._generate(question.prompt, full, [], full.logits)
 
     def score(self, cell: Cell) -> Score:

@@ -2,16 +2,21 @@
 
 A *thing* (a ship, a bakery) has one fact told about it in its document. Another document says who owns the thing, a
 third who the owner's best friend is. A question with one source asks for the fact of a thing by name, with two
-sources by its owner, with three by its owner's friend. With one source every document is about another kind of thing:
-models of a few hundred million parameters can tell those apart. With more sources all things are of one kind, so that
-the answer cannot be found without following the links.
+sources by its owner, with three by its owner's friend.
+
+Models of a few hundred million parameters should be able to answer, so every document is about another kind of thing.
+With one source each kind has a fact of its own. With more, all things have the same one, so that the answer cannot be
+found without following the links; and documents that belong together follow each other, friend, owner, thing: in a
+random order such models do little better than guess. A document alone does not know whose fact it tells. It learns
+that from the one before it, which is what reused KV lacks and a blend restores. But what such models go by is
+nearness more than names: where the owner's document is left out, they find the fact for the friend as often.
 """
 
 import random
 from typing import Literal, NamedTuple
 
 from kvmosaic.eval.base import Example
-from kvmosaic.eval.world import FRIEND, KINDS, OWNER, PEOPLE, Kind
+from kvmosaic.eval.world import FRIEND, KINDS, OWNER, PEOPLE, TRAITS, Kind
 
 Sources = Literal[1, 2, 3]
 
@@ -25,7 +30,6 @@ class _Chain(NamedTuple):
 
     kind: Kind
     name: str
-    answer: str
     person: str
     friend: str
 
@@ -41,39 +45,45 @@ def synthetic(limit: int, seed: int, sources: Sources | None = None) -> list[Exa
 
 
 def _example(rng: random.Random, sources: int) -> Example:
-    chains = _chains(rng, -(-DOCUMENTS // sources), one_kind=sources > 1)
-    links = [(chain, link) for chain in chains for link in range(sources)]
-    documents = [_document(rng, chain, link) for chain, link in links[:DOCUMENTS]]
-    rng.shuffle(documents)
+    chains = _chains(rng, -(-DOCUMENTS // sources))
     asked = chains[0]
-    noun = asked.kind.noun
-    owner = f"the {noun} of {asked.person}", f"the {noun} of the best friend of {asked.friend}"
-    thing = (asked.thing, *owner)[sources - 1]
-    # A base model has to be led to the answer.
-    question = f"Question: {asked.kind.question}\nAnswer: {asked.kind.fact}".format(thing=thing)
-    return Example(SYSTEM, tuple(documents), question, (asked.answer,))
-
-
-def _chains(rng: random.Random, count: int, one_kind: bool) -> list[_Chain]:
-    """Chains that have no name, answer or person in common."""
-    kinds = [rng.choice(KINDS)] * count if one_kind else rng.sample(KINDS, count)
-    people = rng.sample(PEOPLE, 2 * count)
-    if one_kind:
-        names, answers = rng.sample(kinds[0].names, count), rng.sample(kinds[0].answers, count)
+    # A base model has to be led to the answer, and one that was taught to chat kept from making a sentence of it.
+    if sources == 1:
+        facts, answers = [chain.kind.fact for chain in chains], [rng.choice(chain.kind.answers) for chain in chains]
+        question, lead = (text.format(thing=asked.thing) for text in (asked.kind.question, asked.kind.fact))
     else:
-        names, answers = [rng.choice(kind.names) for kind in kinds], [rng.choice(kind.answers) for kind in kinds]
-    return [_Chain(*parts) for parts in zip(kinds, names, answers, people[:count], people[count:], strict=True)]
+        trait = rng.choice(TRAITS)
+        facts = [f"The {trait.name} of {{thing}} {trait.verb}"] * len(chains)
+        answers = rng.sample(trait.answers, len(chains))
+        who = (asked.person, f"the best friend of {asked.friend}")[sources - 2]
+        question = f"What is the {trait.name} for {who}?"
+        lead = f"{who[0].upper()}{who[1:]}: the {trait.name} {trait.verb}"
+    told = [_documents(rng, *parts)[-sources:] for parts in zip(chains, facts, answers, strict=True)]
+    # What is too much is a link of a chain that nobody asks for.
+    told[-1] = told[-1][sum(map(len, told)) - DOCUMENTS :]
+    rng.shuffle(told)
+    documents = tuple(document for chain in told for document in chain)
+    return Example(SYSTEM, documents, f"Question: {question}", (answers[0],), f"Answer: {lead}")
 
 
-def _document(rng: random.Random, chain: _Chain, link: int) -> str:
-    """The document about the thing (0), its owner (1), or the owner's friend (2)."""
+def _chains(rng: random.Random, count: int) -> list[_Chain]:
+    """Chains that have no kind, name or person in common."""
+    kinds, people = rng.sample(KINDS, count), rng.sample(PEOPLE, 2 * count)
+    names = [rng.choice(kind.names) for kind in kinds]
+    return [_Chain(*parts) for parts in zip(kinds, names, people[:count], people[count:], strict=True)]
+
+
+def _documents(rng: random.Random, chain: _Chain, fact: str, answer: str) -> list[str]:
+    """The documents about the owner's friend, the owner, and the thing."""
     # On a line of its own: a model that goes on copying behind the answer then ends the line first.
-    fact = f"{chain.kind.fact} {chain.answer}.\n{chain.kind.rest}"
-    template = (fact, OWNER, FRIEND)[link] + "."
-    return template.format(
-        thing=chain.thing,
-        person=chain.person,
-        friend=chain.friend,
-        small=rng.randint(2, 9),
-        large=rng.randint(20, 90),
-    )
+    texts = (FRIEND, OWNER, f"{fact} {answer}.\n{chain.kind.rest}")
+    return [
+        f"{text}.".format(
+            thing=chain.thing,
+            person=chain.person,
+            friend=chain.friend,
+            small=rng.randint(2, 9),
+            large=rng.randint(20, 90),
+        )
+        for text in texts
+    ]

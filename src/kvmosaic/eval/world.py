@@ -135,6 +135,28 @@ KINDS = (
     ),
 )
 
+
+class Trait(NamedTuple):
+    """A fact that any kind of thing can have."""
+
+    name: str
+    verb: str
+    """Between the name and the answer."""
+    answers: tuple[str, ...]
+
+
+def _answers(noun: str) -> tuple[str, ...]:
+    return next(kind.answers for kind in KINDS if kind.noun == noun)
+
+
+TRAITS = (
+    Trait("manager", "is called", _answers("ship")),
+    Trait("home town", "is", _answers("football team")),
+    Trait("favourite fruit", "is the", _answers("bakery")),
+    Trait("favourite animal", "is the", _answers("circus")),
+    Trait("favourite colour", "is", _answers("balloon")),
+)
+
 PEOPLE = tuple(
     f"{first} {last}"
     for first, last in zip(

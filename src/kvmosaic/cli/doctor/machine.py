@@ -22,7 +22,7 @@ def runtime() -> Iterator[Row]:
 def accelerator(settings: ChunkCacheConfig) -> Iterator[Row]:
     import torch
 
-    gpu = torch.cuda.is_available()
+    gpu = _has_gpu()
     if gpu:
         name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
         total = torch.cuda.get_device_properties(0).total_memory
@@ -39,11 +39,17 @@ def accelerator(settings: ChunkCacheConfig) -> Iterator[Row]:
         yield Row("Triton", "fail" if gpu else "ok", found, missing if gpu else "")
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def device_pool(settings: ChunkCacheConfig) -> int:
     """Bytes that the device tier would take of a GPU."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not _has_gpu():
         return 0
     return int(torch.cuda.get_device_properties(0).total_memory * settings.chunk_cache_gpu_memory_fraction)
 
@@ -52,7 +58,7 @@ def embedded_engine() -> Iterator[Row]:
     try:
         import_module("kvmosaic.hf")
     except ImportError as error:
-        advice = f"it cannot be imported ({reason(error)}); pip install 'kvmosaic[hf]'"
+        advice = f"it cannot be imported ({reason(error)}); in a clone of kvmosaic: pip install -e '.[hf]'"
         # With vLLM the other engine is still there; without either there is none.
         yield Row("embedded engine", "warn" if find_spec("vllm") else "fail", "not available", advice)
         return
@@ -64,7 +70,8 @@ def embedded_engine() -> Iterator[Row]:
 
 def vllm() -> Iterator[Row]:
     if find_spec("vllm") is None:
-        advice = "only the embedded engine works; for serving, pip install 'kvmosaic[vllm]'"
+        how = "pip install -e '.[vllm]'" if _has_gpu() else "make .venv-vllm/.ready, then use .venv-vllm/bin/kvmosaic"
+        advice = f"only the embedded engine works; for serving, in a clone of kvmosaic: {how}"
         yield Row("vLLM", "warn", "not installed", advice)
         return
     version = _vllm_version()

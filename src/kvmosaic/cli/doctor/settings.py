@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvmosaic.blend import policy_named
 from kvmosaic.cli.doctor.row import GIB, Row, reason
 from kvmosaic.core.config import ChunkCacheConfig, load_config
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.profile import load_profile, profile_path
 
 
 def load_settings() -> tuple[ChunkCacheConfig, Row]:
@@ -20,6 +23,25 @@ def load_settings() -> tuple[ChunkCacheConfig, Row]:
         )
     changed = [f"{name}={value}" for name, value in settings.model_dump(mode="json", exclude_defaults=True).items()]
     return settings, Row("settings", "ok", ", ".join(changed) or "all at their defaults")
+
+
+def profile(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
+    """What calibration left for the model, as far as nothing else sets it."""
+    path, found = profile_path(model), load_profile(model)
+    if not found:
+        yield Row("profile", "ok", f"none, settings and defaults count; kvmosaic calibrate {model} makes one")
+        return
+    counts = {name: value for name, value in found.items() if name not in settings.model_fields_set}
+    sets = ", ".join(f"{name}={value}" for name, value in counts.items()) or "nothing"
+    ignored = [name for name in found if name not in counts]
+    beside = f" ({', '.join(ignored)}: from your settings)" if ignored else ""
+    try:
+        policy_named(counts.get("policy", settings.policy))
+    except ConfigError as error:
+        where = f"profile {path}" if "policy" in counts else "setting policy"
+        yield Row("profile", "fail", f"sets {sets}{beside}", f"{where}: {error}")
+        return
+    yield Row("profile", "ok", f"{path} sets {sets}{beside}")
 
 
 def host_memory(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:

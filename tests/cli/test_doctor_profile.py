@@ -1,0 +1,48 @@
+"""``kvmosaic doctor``: what it says of the profile that calibration left for a model."""
+
+import pytest
+
+from kvmosaic.core.profile import Profile, profile_path, write_profile
+from tests.cli.test_doctor import rows_of, undisturbed  # noqa: F401  # a fixture that is used by being there
+
+
+def test_there_is_no_profile(smollm2_folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path))
+    verdict, found, _ = rows_of("smollm2-135m")["profile"]
+    assert verdict == "ok"
+    assert found.startswith("none")
+    assert "kvmosaic calibrate smollm2-135m" in found
+
+
+@pytest.fixture
+def calibrated(smollm2_folder, monkeypatch, tmp_path):
+    """Writes a profile for SmolLM2 that names this policy; its path."""
+    monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path))
+
+    def write(policy):
+        path = profile_path("smollm2-135m")
+        write_profile(Profile(policy=policy, recompute_ratio=0.1, sink_prefix="document"), path)
+        return path
+
+    return write
+
+
+def test_what_a_profile_sets(calibrated, monkeypatch):
+    path = calibrated("sink-link(k=4)")
+    found = f"{path} sets policy=sink-link(k=4), recompute_ratio=0.1, sink_prefix=document"
+    assert rows_of("smollm2-135m")["profile"] == ("ok", found, "")
+    monkeypatch.setenv("KVMOSAIC_POLICY", "composite")
+    found = f"{path} sets recompute_ratio=0.1, sink_prefix=document (policy: from your settings)"
+    assert rows_of("smollm2-135m")["profile"] == ("ok", found, "")
+
+
+def test_a_profile_that_cannot_be_used(calibrated):
+    path = calibrated("best")
+    verdict, _, advice = rows_of("smollm2-135m", status=1)["profile"]
+    assert verdict == "fail"
+    assert str(path) in advice
+    assert "unknown policy 'best'" in advice
+    path.write_text("policy: 1")
+    verdict, _, advice = rows_of("smollm2-135m", status=1)["profile"]
+    assert verdict == "fail"
+    assert str(path) in advice
