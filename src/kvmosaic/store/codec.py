@@ -65,7 +65,7 @@ def encode(entry: ChunkKV) -> list[memoryview]:
     # Spaces are part of the format. They align the KV, which is used where it was received.
     text += b" " * (-(8 + len(text) + tokens.nbytes + context.nbytes) % ALIGNMENT)
     small = len(text).to_bytes(8, "little") + text + tokens.tobytes() + context.tobytes()
-    return [memoryview(small), memoryview(kv.reshape(-1))]
+    return [memoryview(small), kv.reshape(-1).data]
 
 
 def decode(value: Bytes, key: ChunkKey) -> ChunkKV:
