@@ -50,7 +50,7 @@ class Breaker:
             return attempt.result()
         except RefusedError:
             raise
-        except OSError as error:
+        except Exception as error:  # a foreign library may raise anything
             self._open(str(error) or repr(error))
             raise TierDownError(f"{self._name} is down ({error})") from error
 
@@ -74,7 +74,7 @@ class Breaker:
         while not self._closed.wait(self._pause_s):
             try:
                 self._probe()
-            except OSError:
+            except Exception:
                 continue
             self._up_since = time.monotonic()
             self._down = None
