@@ -1,7 +1,7 @@
 """What a remote store must be able to do, and how it says that it cannot."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ ABSENT = 0
 FAILED = -1
 """What ``get_into`` answers for a key that is there, or was a moment ago, but cannot be read."""
 
+Bytes = npt.NDArray[np.uint8]
 Value = Sequence[memoryview]
 """Parts that follow one another, each contiguous bytes."""
 
@@ -42,9 +43,9 @@ class RemoteClient(ABC):
         A value that was there may stay: values of one key are equal."""
 
     @abstractmethod
-    def get_into(self, keys: Sequence[str], buffers: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
-        """Read values into ``buffers``, each ``[bytes]``. For each key the length of its value, of which only as much
-        is read as fits, or :data:`ABSENT`, or :data:`FAILED`."""
+    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
+        """Read values, each into ``buffer_for(index of its key, length of the value)``, ``[that length]``, which is
+        asked for as soon as the length is known. For each key the length, or :data:`ABSENT`, or :data:`FAILED`."""
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:

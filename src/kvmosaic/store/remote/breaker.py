@@ -4,10 +4,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from kvmosaic.store.base import TierDownError
 from kvmosaic.store.remote.base import RefusedError
+from kvmosaic.store.remote.threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
-    """Runs calls in threads of their own and waits for each no longer than its deadline: name resolution and foreign
+    """Runs calls in other threads and waits for each no longer than its deadline: name resolution and foreign
     libraries cannot be told one. After the first call that fails no other is let through, until a probe in the
     background succeeds. So a store that dies costs its users one deadline, once."""
 
@@ -29,6 +30,7 @@ class Breaker:
         self._name = name
         self._deadline_s = deadline_s
         self._probe = probe
+        self._threads = Threads()
         self._lock = threading.Lock()
         self._down: str | None = None
         """Why calls are not let through."""
@@ -36,18 +38,18 @@ class Breaker:
         self._pause_s = FIRST_PAUSE_S
         self._up_since = 0.0
 
-    def call(self, function: Callable[[], T], nbytes: int = 0) -> T:
-        """``function()``, which moves ``nbytes`` bytes. Raises :class:`TierDownError` when the store is down, or now
-        found to be: what comes after the deadline is dropped."""
+    def call(self, function: Callable[[], T], nbytes: Callable[[], int] = lambda: 0) -> T:
+        """``function()``, which moves ``nbytes()`` bytes, a number known when the deadline is over at the latest.
+        Raises :class:`TierDownError` when the store is down, or now found to be: what comes later is dropped."""
         if self._down is not None:
             raise TierDownError(f"{self._name} is down ({self._down})")
-        attempt = _Attempt(function)
-        patience = self._deadline_s + nbytes / SLOWEST_BYTES_PER_SECOND
-        threading.Thread(target=attempt.run, name="kvmosaic-remote", daemon=True).start()
+        call = self._threads.start(function)
         try:
-            if not attempt.done.wait(patience):
-                raise TimeoutError(f"no answer in {patience:.1f} s")
-            return attempt.result()
+            if not call.wait(self._deadline_s):
+                more = nbytes() / SLOWEST_BYTES_PER_SECOND
+                if not call.wait(more):
+                    raise TimeoutError(f"no answer in {self._deadline_s + more:.1f} s")
+            return call.result()
         except RefusedError:
             raise
         except Exception as error:  # a foreign library may raise anything
@@ -55,8 +57,9 @@ class Breaker:
             raise TierDownError(f"{self._name} is down ({error})") from error
 
     def close(self) -> None:
-        """End the probing."""
+        """End the probing and the threads."""
         self._closed.set()
+        self._threads.close()
 
     def _open(self, reason: str) -> None:
         with self._lock:
@@ -80,25 +83,3 @@ class Breaker:
             self._down = None
             logger.warning("%s answers again", self._name)
             return
-
-
-class _Attempt(Generic[T]):
-    """A call and what became of it."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self.done = threading.Event()
-        self._function = function
-        self._result: list[T] = []
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._result.append(self._function())
-        except Exception as error:
-            self._error = error
-        self.done.set()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._result[0]

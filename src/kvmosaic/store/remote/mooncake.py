@@ -4,16 +4,15 @@ import os
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.remote_url import RemoteUrl
-from kvmosaic.store.remote.base import ABSENT, FAILED, RemoteClient, Value
+from kvmosaic.store.remote.base import ABSENT, FAILED, Bytes, RemoteClient, Value
 from kvmosaic.store.remote.keys import group_of
 
 LOCAL_BUFFER_BYTES = 16 * 2**20
@@ -33,7 +32,7 @@ class MooncakeClient(RemoteClient):
     def __init__(self, url: RemoteUrl, patience_s: float) -> None:
         """Connects when it is first used. ``patience_s`` is for the listing of keys; all other calls return when the
         library likes, in 5 s at most."""
-        os.environ.setdefault("GLOG_minloglevel", "2")  # else it tells of every key that is not there
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it writes a page to stderr at start
         try:
             from mooncake import store  # a large library that few need
         except ImportError as error:
@@ -53,6 +52,7 @@ class MooncakeClient(RemoteClient):
         return [code == 1 for code in codes]
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        # Asked for a key that is not there, the library would write an error to stderr.
         there = [key for key, found in zip(keys, self.exists(keys), strict=True) if found]
         replicas = self._store().batch_get_replica_desc(there) if there else {}
         sizes = {key: max(map(_size, found), default=0) for key, found in replicas.items()}
@@ -70,14 +70,20 @@ class MooncakeClient(RemoteClient):
         _check(codes)
         return [None if code >= 0 else f"Mooncake's error {code}" for code in codes]
 
-    def get_into(self, keys: Sequence[str], buffers: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
-        store = self._store()
+    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
+        store, lengths = self._store(), [ABSENT] * len(keys)
+        there = [(index, size) for index, size in enumerate(self.sizes(keys)) if size is not None]
+        buffers = [buffer_for(index, size) for index, size in there]
         with _Registered(store, buffers):
             codes = store.batch_get_into(
-                list(keys), [buffer.ctypes.data for buffer in buffers], [buffer.nbytes for buffer in buffers]
+                [keys[index] for index, _ in there],
+                [buffer.ctypes.data for buffer in buffers],
+                [buffer.nbytes for buffer in buffers],
             )
         _check(codes)
-        return [code if code >= 0 else ABSENT if code == NOT_FOUND else FAILED for code in codes]
+        for (index, size), code in zip(there, codes, strict=True):
+            lengths[index] = size if code == size else ABSENT if code == NOT_FOUND else FAILED
+        return lengths
 
     def delete(self, keys: Sequence[str]) -> None:
         # By force: whatever was read or looked up in the last seconds is protected otherwise.
@@ -121,7 +127,7 @@ class MooncakeClient(RemoteClient):
 class _Registered:
     """Has the library know some memory as long as it is in use."""
 
-    def __init__(self, store: Any, buffers: Sequence[npt.NDArray[np.uint8]]) -> None:
+    def __init__(self, store: Any, buffers: Sequence[Bytes]) -> None:
         self._store = store
         self._buffers = buffers
 

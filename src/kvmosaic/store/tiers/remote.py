@@ -11,7 +11,7 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
 from kvmosaic.store.codec import decode, encode, max_file_bytes
-from kvmosaic.store.remote.base import ABSENT, FAILED, RefusedError, RemoteClient
+from kvmosaic.store.remote.base import ABSENT, FAILED, Bytes, RefusedError, RemoteClient
 from kvmosaic.store.remote.breaker import Breaker
 from kvmosaic.store.remote.keys import PREFIX, parse_remote_key, remote_key
 from kvmosaic.store.remote.mooncake import MooncakeClient
@@ -44,19 +44,22 @@ class RemoteTier(Tier):
         return self._breaker.call(lambda: self._client.exists(names))
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
-        size = self.size(key)
-        if size is None:
-            return None
-        name, value = remote_key(key), np.empty(size, np.uint8)
-        [length] = self._breaker.call(lambda: self._client.get_into([name], [value]), nbytes=size)
+        name = remote_key(key)
+        values: list[Bytes] = []
+
+        def buffer_for(_: int, nbytes: int) -> Bytes:
+            values.append(np.empty(nbytes, np.uint8))
+            return values[-1]
+
+        [length] = self._breaker.call(
+            lambda: self._client.get_into([name], buffer_for), lambda: sum(value.nbytes for value in values)
+        )
         if length == ABSENT:
             return None
         if length == FAILED:
             raise RefusedError(f"the value of {name} is there but cannot be read")
         try:
-            if length != size:
-                raise CorruptEntryError(f"{length} bytes instead of {size}")
-            return decode(value, key)
+            return decode(values[-1], key)
         except CorruptEntryError as error:
             self.set_aside += 1
             logger.warning("deleted a damaged entry from the remote tier: %s (%s)", name, error)
@@ -72,7 +75,7 @@ class RemoteTier(Tier):
         most = self._client.max_value_bytes
         if most is not None and size > most:
             raise RefusedError(f"an entry of {size} bytes, and the store takes no more than {most}")
-        [refusal] = self._breaker.call(lambda: self._client.put([name], [value]), nbytes=size)
+        [refusal] = self._breaker.call(lambda: self._client.put([name], [value]), lambda: size)
         if refusal is not None:
             raise RefusedError(refusal)
         return size
