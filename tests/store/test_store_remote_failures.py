@@ -44,11 +44,28 @@ def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Valkey | 
     """A server of the test's own, to do anything to."""
     server = Valkey(tmp_path) if request.param == "valkey" else Mooncake(tmp_path)
     yield server
+    close_all()
     server.kill()
 
 
+_opened: list[ChunkStorageManager] = []
+
+
+@pytest.fixture(autouse=True)
+def closing() -> Iterator[None]:
+    """Ends what a test opened, with or without its server."""
+    yield
+    close_all()
+
+
+def close_all() -> None:
+    while _opened:
+        _opened.pop().close()
+
+
 def opened(url: str) -> ChunkStorageManager:
-    return open_store(load_config(remote=url, remote_deadline_ms=DEADLINE_MS))
+    _opened.append(open_store(load_config(remote=url, remote_deadline_ms=DEADLINE_MS)))
+    return _opened[-1]
 
 
 def filled(url: str, count: int = 8) -> ChunkStorageManager:
@@ -259,13 +276,14 @@ def test_a_program_that_forgets_to_close_still_writes(mortal: Valkey | Mooncake)
         "from store_helpers import make_entry\n"
         "from kvmosaic.core.config import load_config\n"
         "from kvmosaic.store import open_store\n"
-        f"store = open_store(load_config(remote={mortal.url!r}))\n"
+        f"store = open_store(load_config(remote={mortal.url!r}, remote_deadline_ms=10_000))\n"
         "for number in range(30): store.put(make_entry(number, tokens=2000))\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-    store = opened(mortal.url)
+    store = open_store(load_config(remote=mortal.url, remote_deadline_ms=10_000))
     entries = [make_entry(number, tokens=2000) for number in range(30)]
     assert [find(store, entry).tier for entry in entries] == ["remote"] * 30
+    store.close()
 
 
 def test_the_breaker_tries_less_often_what_keeps_failing(monkeypatch: pytest.MonkeyPatch) -> None:

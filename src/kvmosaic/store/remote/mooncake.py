@@ -1,5 +1,6 @@
 """Values in a Mooncake store: a master that knows where they are, and holders that lend their memory."""
 
+import atexit
 import os
 import socket
 import threading
@@ -99,6 +100,7 @@ class MooncakeClient(RemoteClient):
             if self._connected is not None:
                 self._connected.close()
             self._connected = None
+        atexit.unregister(self.close)
 
     def _store(self) -> Any:
         with self._lock:
@@ -112,6 +114,8 @@ class MooncakeClient(RemoteClient):
                 if code != 0:
                     raise ConnectionError(f"no Mooncake master at {master} (error {code})")
                 self._connected = store
+                # A client that is destroyed unclosed, at exit or before, takes the whole process down.
+                atexit.register(self.close)
             return self._connected
 
     def _ask_master(self, what: str) -> str:
