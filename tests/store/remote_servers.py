@@ -1,5 +1,6 @@
 """Real servers on free ports of this machine, to be killed and started again."""
 
+import atexit
 import os
 import shutil
 import signal
@@ -53,6 +54,7 @@ class Process:
     def __init__(self, command: list[str], folder: Path, port: int | None) -> None:
         self._command, self._folder, self._port = command, folder, port
         self.start()
+        atexit.register(self.kill)  # a test that fails may not get to it
 
     def start(self) -> None:
         with open(self._folder / "log", "ab") as log:
