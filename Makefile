@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm lint clean
+.PHONY: demo test test-vllm servers lint clean
 
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
 
-test: $(VENV)/.dev lint
+test: $(VENV)/.dev servers lint
 	$(BIN)/python -m pytest
 	$(MAKE) test-vllm
+
+# What tests of remote tiers start: installs it where that is allowed, and else says so.
+servers:
+	@.ci/servers
 
 # vLLM on the CPU, in an environment of its own: it pins libraries that the embedded engine leaves open.
 test-vllm: $(VENV)-vllm/.ready
@@ -30,7 +34,7 @@ $(VENV)/.hf: pyproject.toml
 
 $(VENV)/.dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,mooncake,dev]'
 	touch $@ $(VENV)/.hf
 
 # The builds of these three that come along do not match the CPU build of torch, and break transformers.

@@ -4,6 +4,7 @@ import pytest
 
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.remote_url import RemoteUrl
 
 
 def test_defaults():
@@ -34,6 +35,15 @@ def test_precedence(monkeypatch, tmp_path):
         {"no_such_setting": 1},
         {"chunk_context": "everything"},
         {"tenant": ""},
+        {"remote": "http://host"},
+        {"remote": "valkey://"},
+        {"remote": "valkey://host:port"},
+        {"remote": "valkey://host/zero"},
+        {"remote": "valkey://user:secret@host"},
+        {"remote": "valkey://host?db=1"},
+        {"remote": "mooncake://host/0"},
+        {"remote": "mooncake://host?metrics_port=x"},
+        {"remote_deadline_ms": 0},
     ],
 )
 def test_wrong_settings_are_one_line_that_names_them(settings):
@@ -62,3 +72,11 @@ def test_a_yaml_file_that_is_no_mapping(monkeypatch, tmp_path, text):
     with pytest.raises(ConfigError) as error:
         load_config()
     assert "\n" not in str(error.value)
+
+
+def test_urls_of_remote_tiers():
+    assert RemoteUrl.parse("valkey://host") == ("valkey", "host", 6379, 0, 0)
+    assert RemoteUrl.parse("redis://10.0.0.1:1234/7") == ("valkey", "10.0.0.1", 1234, 7, 0)
+    assert RemoteUrl.parse("valkey://[::1]:99") == ("valkey", "::1", 99, 0, 0)
+    assert RemoteUrl.parse("mooncake://host?metrics_port=5") == ("mooncake", "host", 50051, 0, 5)
+    assert load_config(remote="mooncake://host:1").remote == "mooncake://host:1"

@@ -24,7 +24,7 @@ def run(model: str, tokens: int = 512, repeats: int = 7, progress: Callable[[str
     with tempfile.TemporaryDirectory() as folder:
         progress("loading the model")
         loaded = LLM(model).model
-        settings: dict[str, Any] = {"enable_chunk_cache": True, "disk_path": Path(folder)}
+        settings: dict[str, Any] = {"enable_chunk_cache": True, "disk_path": Path(folder), "remote": None}
         # The disk tier alone: without host memory nothing is promoted, so every look-up reads the file.
         with LLM(loaded, **settings, host_memory=0) as from_disk, LLM(loaded, **settings) as from_host:
             if from_host.max_positions is not None and PLACE + tokens > from_host.max_positions:

@@ -103,7 +103,7 @@ def _measure(
             # A store of its own: nothing of the user's is read or cleared. A chunk that does not stay in it is filled
             # again; as ordinary text it would count as perfect. And an older profile, which may be why this is run,
             # is not looked at when its settings are given.
-            own: dict[str, Any] = {"disk_path": None, "tenant": "eval", "miss_policy": "fill-first"}
+            own: dict[str, Any] = {"disk_path": None, "remote": None, "tenant": "eval", "miss_policy": "fill-first"}
             given: dict[str, Any] = {"sink_prefix": sink, "policy": "composite", "recompute_ratio": 0.0}
             with LLM(loaded.model, loaded.tokenizer, enable_chunk_cache=True, **own, **given) as llm:
                 found += measure(llm, examples, cells, folder, lambda _: steps.done())

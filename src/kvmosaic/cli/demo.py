@@ -27,7 +27,7 @@ def demo(
 
     with console.status(f"loading {model} (the first time, its weights are fetched)"):
         # Nothing of the user's own store is read or cleared.
-        llm = LLM(model, enable_chunk_cache=True, disk_path=None, tenant="demo")
+        llm = LLM(model, enable_chunk_cache=True, disk_path=None, remote=None, tenant="demo")
     compared = []
     with llm, progress_bar(2 * len(REQUESTS) + 1) as steps:
         steps.start("warming up")

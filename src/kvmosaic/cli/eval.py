@@ -62,7 +62,8 @@ def evaluate(
     settings: dict[str, Any] = {} if sink_prefix is None else {"sink_prefix": sink_prefix}
     with console.status(f"loading {model}"):
         # A store of its own: nothing of the user's is read or cleared.
-        llm = LLM(model, enable_chunk_cache=True, disk_path=None, tenant="eval", miss_policy="fill-first", **settings)
+        own: dict[str, Any] = {"disk_path": None, "remote": None, "tenant": "eval", "miss_policy": "fill-first"}
+        llm = LLM(model, enable_chunk_cache=True, **own, **settings)
         plan = make_plan(llm, examples, cells, max_answer)
     folder = output or Path(platformdirs.user_cache_dir("kvmosaic")) / "eval" / plan.digest
     with llm, interruptible(), WorkFile(folder, plan.digest) as work, progress_bar(len(examples)) as steps:

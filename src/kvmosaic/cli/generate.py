@@ -25,12 +25,13 @@ def generate(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Which tokens those are, like 'sink-link(k=8)'.")] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Keep documents here for the next call.")] = None,
+    remote: Annotated[str | None, typer.Option(help="Share documents there, like valkey://host:6379/0.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Answer one prompt, reusing the documents that were seen before."""
     from kvmosaic.hf import LLM  # here, because importing it takes seconds
 
-    given = {"disk_path": disk_path, "recompute_ratio": recompute_ratio, "policy": policy}
+    given = {"disk_path": disk_path, "remote": remote, "recompute_ratio": recompute_ratio, "policy": policy}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     documents = [_read(path) for path in document or ()]
     text = sys.stdin.read() if prompt == "-" else prompt

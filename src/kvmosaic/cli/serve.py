@@ -27,6 +27,9 @@ def serve(
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Byte budget of the host tier, like 8GiB.")] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Directory of the disk tier.")] = None,
+    remote: Annotated[
+        str | None, typer.Option(help="The remote tier: valkey://host:6379/0 or mooncake://host:50051.")
+    ] = None,
     tenant: Annotated[str | None, typer.Option(help="Whose entries these are.")] = None,
 ) -> None:
     """Start vLLM's OpenAI server with a chunk cache. All other options go to ``vllm serve``."""

@@ -1,5 +1,6 @@
-"""``kvmosaic store``: look after the entries on disk."""
+"""``kvmosaic store``: look after the entries on disk or in a remote store."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,38 +12,58 @@ from kvmosaic.cli.output import JsonOption, console, print_json, print_line, pri
 from kvmosaic.core.errors import ConfigError
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
-    from kvmosaic.store import DiskTier, EntryInfo
+    from kvmosaic.store import EntryInfo, Tier
 
-app = typer.Typer(help="Look after the entries on disk.", no_args_is_help=True)
+app = typer.Typer(help="Look after the entries on disk or in a remote store.", no_args_is_help=True)
 
 PathOption = Annotated[
-    Path, typer.Option("--path", envvar="KVMOSAIC_DISK_PATH", help="Directory of the disk tier.", show_envvar=True)
+    Path | None,
+    typer.Option("--path", envvar="KVMOSAIC_DISK_PATH", help="Directory of the disk tier.", show_envvar=True),
 ]
+# Not from the environment: what purge deletes here may be many machines'.
+RemoteOption = Annotated[
+    str | None, typer.Option("--remote", help="A remote store instead, like valkey://host:6379/0.")
+]
+REMOTE_DEADLINE_S = 10.0
 MODEL_HELP = "Only entries of this model."
 TENANT_HELP = "Only entries of this tenant."
 ModelFilter = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]
 TenantFilter = Annotated[str | None, typer.Option("--tenant", help=TENANT_HELP)]
 
 
-def _open(path: Path) -> "DiskTier":
+def _open(path: Path | None, remote: str | None) -> "Tier":
     from kvmosaic.store import DiskTier
+    from kvmosaic.store.tiers.remote import open_remote_tier
 
+    if remote is not None:
+        try:
+            return open_remote_tier(remote, REMOTE_DEADLINE_S)
+        except ValueError as error:
+            raise ConfigError(f"--remote {remote}: {error}") from None
+    if path is None:
+        raise ConfigError("which store? give the disk tier's directory with --path, or a remote store with --remote")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory; give the disk tier's with --path")
     return DiskTier(path, capacity=0)
 
 
-def _select(tier: "DiskTier", model: str | None, tenant: str | None) -> Iterator["EntryInfo"]:
+def _select(tier: "Tier", model: str | None, tenant: str | None) -> Iterator["EntryInfo"]:
     for info in tier.scan():
         if model in (None, info.key.model) and tenant in (None, info.key.tenant):
             yield info
 
 
 @app.command("ls")
-def ls(path: PathOption, model: ModelFilter = None, tenant: TenantFilter = None, json: JsonOption = False) -> None:
+def ls(
+    path: PathOption = None,
+    remote: RemoteOption = None,
+    model: ModelFilter = None,
+    tenant: TenantFilter = None,
+    json: JsonOption = False,
+) -> None:
     """List what is stored."""
-    with console.status("reading headers"):
-        entries = list(_select(_open(path), model, tenant))
+    with console.status("looking"):
+        entries = list(_select(_open(path, remote), model, tenant))
     total = sum(entry.nbytes for entry in entries)
     print_table(
         f"{len(entries)} entries, {total / 2**20:.1f} MB",
@@ -66,12 +87,35 @@ def ls(path: PathOption, model: ModelFilter = None, tenant: TenantFilter = None,
         print_json({"entries": rows, "bytes": total})
 
 
+@app.command("stats")
+def stats(path: PathOption = None, remote: RemoteOption = None, json: JsonOption = False) -> None:
+    """Count entries and their bytes, by tenant and model."""
+    counts: Counter[tuple[str, str]] = Counter()
+    nbytes: Counter[tuple[str, str]] = Counter()
+    with console.status("looking"):
+        for entry in _open(path, remote).scan():
+            counts[entry.key.tenant, entry.key.model] += 1
+            nbytes[entry.key.tenant, entry.key.model] += entry.nbytes
+    rows = [(*owner, counts[owner], nbytes[owner]) for owner in sorted(counts)]
+    print_table(
+        f"{counts.total()} entries, {nbytes.total() / 2**20:.1f} MB",
+        ("tenant", "model", "entries", "MB"),
+        ((tenant, model, count, f"{size / 2**20:.2f}") for tenant, model, count, size in rows),
+        json=json,
+    )
+    if json:
+        names = ("tenant", "model", "entries", "bytes")
+        owners = [dict(zip(names, row, strict=True)) for row in rows]
+        print_json({"entries": counts.total(), "bytes": nbytes.total(), "owners": owners})
+
+
 @app.command("verify")
-def verify(path: PathOption, json: JsonOption = False) -> None:
-    """Read every entry and check it; damaged ones are set aside. Exit status 1 if there were any."""
+def verify(path: PathOption = None, remote: RemoteOption = None, json: JsonOption = False) -> None:
+    """Read every entry and check it; damaged ones are set aside, in a remote store deleted. Exit status 1 if there
+    were any."""
     from kvmosaic.store import CorruptEntryError
 
-    tier = _open(path)
+    tier = _open(path, remote)
     entries = list(tier.scan())
     with progress_bar(len(entries)) as steps:
         for info in entries:
@@ -79,7 +123,8 @@ def verify(path: PathOption, json: JsonOption = False) -> None:
             with suppress(CorruptEntryError):  # counted and set aside by the tier
                 tier.get(info.key)
             steps.done()
-    print_line(f"{len(entries)} entries checked, {tier.set_aside} damaged and set aside", json)
+    fate = "set aside" if remote is None else "deleted"
+    print_line(f"{len(entries)} entries checked, {tier.set_aside} damaged and {fate}", json)
     if json:
         print_json({"checked": len(entries), "set_aside": tier.set_aside})
     if tier.set_aside:
@@ -88,23 +133,24 @@ def verify(path: PathOption, json: JsonOption = False) -> None:
 
 @app.command("purge")
 def purge(
-    path: PathOption,
+    path: PathOption = None,
+    remote: RemoteOption = None,
     model: ModelFilter = None,
     tenant: TenantFilter = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything, also what was set aside.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Delete entries: of a model, of a tenant, or all."""
+    from kvmosaic.store import DiskTier
+
     if model is None and tenant is None and not everything:
         raise ConfigError("nothing chosen to purge; give --model, --tenant or --all")
-    tier = _open(path)
-    entries = list(_select(tier, model, tenant))
-    with progress_bar(len(entries)) as steps:
-        for info in entries:
-            tier.delete(info.key)
-            steps.done()
+    tier = _open(path, remote)
+    with console.status("deleting"):
+        entries = list(_select(tier, model, tenant))
+        tier.delete_all(entry.key for entry in entries)
     freed = sum(entry.nbytes for entry in entries)
-    if everything:
+    if everything and isinstance(tier, DiskTier):
         tier.remove_set_aside()
     print_line(f"{len(entries)} entries deleted, {freed / 2**20:.1f} MB freed", json)
     if json:

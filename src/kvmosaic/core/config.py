@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ByteSize, Field, PrivateAttr, ValidationError
+from pydantic import ByteSize, Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -16,6 +16,7 @@ from pydantic_settings import (
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import PROFILE_SETTINGS, broken, load_profile, profile_path
+from kvmosaic.core.remote_url import RemoteUrl
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,11 @@ class ChunkCacheConfig(BaseSettings):
     """Directory of the disk tier; no disk tier when unset."""
     disk_space: ByteSize = Field(ByteSize(20 * 1024**3), ge=0)
     """Byte budget of the disk tier."""
+    remote: str | None = None
+    """URL of the remote tier, like ``valkey://host:6379/0`` or ``mooncake://host:50051``; none when unset."""
+    remote_deadline_ms: int = Field(500, ge=1)
+    """How long a call of the remote tier may take, in milliseconds, besides the time to move its data. After one that
+    took longer the tier is left alone until it answers again."""
     tenant: str = Field("default", min_length=1)
     _profile: Path | None = PrivateAttr(None)
 
@@ -68,6 +74,13 @@ class ChunkCacheConfig(BaseSettings):
         """``error``, about this configuration's policy, with the profile's path if that is where the policy is from:
         a name that the user never typed cannot be corrected without it."""
         return error if self._profile is None else broken(self._profile, str(error))
+
+    @field_validator("remote")
+    @classmethod
+    def _is_remote_url(cls, text: str | None) -> str | None:
+        if text is not None:
+            RemoteUrl.parse(text)
+        return text
 
     @classmethod
     def settings_customise_sources(

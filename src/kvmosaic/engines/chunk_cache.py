@@ -109,9 +109,10 @@ class ChunkCache:
         """The chunks of a prompt of ``length`` tokens that the store has, and those that it lacks."""
         found: dict[tuple[int, ...], Found] = {}
         missing: dict[tuple[int, ...], Missing] = {}
-        for chunk in dict.fromkeys(map(tuple, chunks)):
-            key = self.key(chunk, context, length)
-            result = self.store.lookup(key, chunk, context)
+        keys = {chunk: self.key(chunk, context, length) for chunk in map(tuple, chunks)}
+        absent = self.store.absent(keys.values())
+        for chunk, key in keys.items():
+            result = self.store.lookup(key, chunk, context, absent=absent)
             if result.entry is not None:
                 found[chunk] = Found(result.entry, result.tier, None)
             else:

@@ -1,7 +1,7 @@
 """What a tier is, and what a lookup answers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -46,6 +46,10 @@ class CorruptEntryError(KvmosaicError):
     """A stored copy is not what was put; it is never served."""
 
 
+class TierDownError(OSError):
+    """A tier as a whole cannot be used now. Whoever raises it has told the user so, once."""
+
+
 class Tier(ABC):
     """A place entries live.
 
@@ -57,6 +61,9 @@ class Tier(ABC):
     name: str
     capacity: int | None
     """Byte budget the manager keeps this tier within; ``None`` for a tier that looks after itself."""
+    is_far: bool = False
+    """Whether asking takes a round trip to another machine: then it is asked about many keys at once, and never
+    while others wait for a lock."""
     set_aside: int = 0
     """Stored copies that failed their checks so far."""
 
@@ -85,6 +92,15 @@ class Tier(ABC):
     @abstractmethod
     def scan(self) -> Iterator[EntryInfo]:
         """Every entry that is there, oldest first (``pinned`` is always false: a tier knows no pins)."""
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of ``keys`` are there."""
+        return [self.size(key) is not None for key in keys]
+
+    def delete_all(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop many entries."""
+        for key in keys:
+            self.delete(key)
 
     def close(self) -> None:  # noqa: B027 - most tiers hold nothing that needs closing
         """Let go of connections and the like. Entries stay."""

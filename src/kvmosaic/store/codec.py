@@ -1,22 +1,21 @@
-"""An entry as a safetensors file: tensors ``kv``, ``tokens`` and ``context``, checksums in the metadata.
+"""An entry as safetensors bytes: tensors ``tokens``, ``context`` and ``kv``, checksums in the metadata.
 
-The library writes the files, and any safetensors reader can open them and slice ``kv`` by heads. Reading
-is done here, from one open file into fresh memory: a mapped file could change after it was verified, and
-one that somebody truncates would end the process with a bus error.
+The same bytes are a file on disk and a value in a remote store. Any safetensors reader can open them and slice
+``kv`` by heads; only the library's own functions are not used, as they copy all KV once more or map the file: a
+mapped file could change after it was verified, and one that somebody truncates would end the process with a bus
+error.
 """
 
 import json
 import os
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
@@ -24,21 +23,63 @@ from kvmosaic.store.base import CorruptEntryError
 
 FORMAT_NAME = "kvmosaic-entry-1"
 MAX_HEADER_BYTES = 1024**2
+ALIGNMENT = 64
+"""Bytes; the KV starts at a multiple of it."""
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""As safetensors calls them."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def write_entry(path: Path, entry: ChunkKV) -> None:
-    """Write ``entry``; raises ``OSError``."""
+def encode(entry: ChunkKV) -> list[memoryview]:
+    """The bytes of ``entry`` in two parts that follow one another: all that is small, and the KV, which is not copied
+    when it is contiguous in host memory."""
     data = entry.data.cpu().contiguous()
-    tokens = torch.tensor(entry.tokens, dtype=torch.int32)
-    context = torch.tensor(entry.context, dtype=torch.int32)
-    fields = _fields(entry, data)
-    fields["checksum"] = _checksum(fields, _bytes_of(tokens), _bytes_of(context))
-    try:
-        save_file({"kv": data, "tokens": tokens, "context": context}, path, metadata=fields)
-    except SafetensorError as error:  # how the library reports a full or read-only disk
-        raise OSError(str(error)) from error
+    tokens = np.asarray(entry.tokens, "<i4").view(np.uint8)
+    context = np.asarray(entry.context, "<i4").view(np.uint8)
+    kv = _bytes_of(data)
+    fields = _fields(entry, kv)
+    fields["checksum"] = _checksum(fields, tokens, context)
+    header: dict[str, Any] = {"__metadata__": fields}
+    end = 0
+    for name, dtype, shape, nbytes in (
+        ("tokens", "I32", [len(entry.tokens)], tokens.nbytes),
+        ("context", "I32", [len(entry.context)], context.nbytes),
+        ("kv", _DTYPE_NAMES[data.dtype], list(data.shape), kv.nbytes),
+    ):
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces are part of the format. They align the KV, which is used where it was received.
+    text += b" " * (-(8 + len(text) + tokens.nbytes + context.nbytes) % ALIGNMENT)
+    small = len(text).to_bytes(8, "little") + text + tokens.tobytes() + context.tobytes()
+    return [memoryview(small), kv.reshape(-1).data]
+
+
+def decode(value: Bytes, key: ChunkKey) -> ChunkKV:
+    """Verify that ``value``, ``[bytes]``, is the entry of ``key``, which then lives in its memory; raises
+    :class:`CorruptEntryError` if anything differs."""
+    return _decode(_Memory(value), key)
+
+
+def write_entry(path: Path, entry: ChunkKV) -> None:
+    """Write ``entry`` to a file for this user alone; raises ``OSError``."""
+    with open(path, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        for part in encode(entry):
+            while part:  # a single write may be partial, at the latest from 2 GiB on
+                part = part[file.write(part) :]
 
 
 def max_file_bytes(entry: ChunkKV) -> int:
@@ -51,7 +92,7 @@ def read_key(path: Path) -> ChunkKey:
     """The key a file says it holds, from its header alone; also checks that the file has its full size."""
     with open(path, "rb") as file:
         try:
-            return ChunkKey.parse(_read_header(file)["__metadata__"]["key"])
+            return ChunkKey.parse(_read_header(_File(file))["__metadata__"]["key"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptEntryError(f"unreadable header: {error!r}") from error
 
@@ -59,18 +100,53 @@ def read_key(path: Path) -> ChunkKey:
 def read_entry(path: Path, key: ChunkKey) -> ChunkKV:
     """Read and verify the entry of ``key``; raises :class:`CorruptEntryError` if anything differs."""
     with open(path, "rb") as file:
-        try:
-            return _read_entry(file, key)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            raise CorruptEntryError(str(error) or repr(error)) from error
+        return _decode(_File(file), key)
 
 
-def _read_entry(file: BufferedReader, key: ChunkKey) -> ChunkKV:
-    header = _read_header(file)
+class _Source(Protocol):
+    """Where an entry's bytes come from."""
+
+    nbytes: int
+
+    def read(self, first: int, last: int) -> Bytes: ...
+
+
+class _Memory:
+    def __init__(self, value: Bytes) -> None:
+        self.nbytes = len(value)
+        self._value = value
+
+    def read(self, first: int, last: int) -> Bytes:
+        return self._value[first:last]
+
+
+class _File:
+    def __init__(self, file: BufferedReader) -> None:
+        self.nbytes = os.fstat(file.fileno()).st_size
+        self._file = file
+
+    def read(self, first: int, last: int) -> Bytes:
+        # numpy asks for huge pages for large arrays; torch.empty does not and is several times slower to fill.
+        buffer = np.empty(last - first, np.uint8)
+        self._file.seek(first)
+        if self._file.readinto(buffer.data) != len(buffer):
+            raise ValueError("the file was truncated while it was read")
+        return buffer
+
+
+def _decode(source: _Source, key: ChunkKey) -> ChunkKV:
+    try:
+        return _read_entry(source, key)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptEntryError(str(error) or repr(error)) from error
+
+
+def _read_entry(source: _Source, key: ChunkKey) -> ChunkKV:
+    header = _read_header(source)
     fields: dict[str, str] = header["__metadata__"]
     if fields["key"] != str(key):
         raise ValueError(f"holds the entry of another key, {fields['key']}")
-    tokens, context = _read_tensor(file, header, "tokens"), _read_tensor(file, header, "context")
+    tokens, context = _read_tensor(source, header, "tokens"), _read_tensor(source, header, "context")
     if fields.pop("checksum") != _checksum(fields, tokens, context):
         raise ValueError("the checksum of key, tokens, context and format does not match")
     # From here on the fields are the ones that were written.
@@ -81,7 +157,7 @@ def _read_entry(file: BufferedReader, key: ChunkKey) -> ChunkKV:
         v_dim=int(fields["v_dim"]),
         dtype=getattr(torch, fields["dtype"]),
     )
-    data = _read_tensor(file, header, "kv").reshape(kv_format.heads, -1)
+    data = _read_tensor(source, header, "kv").reshape(kv_format.heads, -1)
     if fields["head_checksums"] != _head_checksums(data):
         raise ValueError("the checksum of a head does not match")
     kv = torch.from_numpy(data).view(kv_format.dtype).view(kv_format.heads, kv_format.layers, -1)
@@ -90,13 +166,13 @@ def _read_entry(file: BufferedReader, key: ChunkKey) -> ChunkKV:
     return ChunkKV(key, _ints(tokens), _ints(context), kv_format, kv)
 
 
-def _read_header(file: BufferedReader) -> dict[str, Any]:
-    """The parsed header, with ``data_offsets`` turned into offsets in the file."""
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
+def _read_header(source: _Source) -> dict[str, Any]:
+    """The parsed header, with ``data_offsets`` turned into offsets in the source."""
+    size = source.nbytes
+    length = int.from_bytes(source.read(0, min(8, size)).tobytes(), "little")
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError("not a safetensors file, or a truncated one")
-    header: dict[str, Any] = json.loads(file.read(length))
+    header: dict[str, Any] = json.loads(source.read(8, 8 + length).tobytes())
     if header["__metadata__"]["format"] != FORMAT_NAME:
         raise ValueError("not an entry of this format")
     end = start = 8 + length
@@ -111,17 +187,11 @@ def _read_header(file: BufferedReader) -> dict[str, Any]:
     return header
 
 
-def _read_tensor(file: BufferedReader, header: dict[str, Any], name: str) -> Bytes:
-    first, last = header[name]["data_offsets"]
-    # numpy asks for huge pages for large arrays; torch.empty does not and is several times slower to fill.
-    buffer = np.empty(last - first, np.uint8)
-    file.seek(first)
-    if file.readinto(buffer.data) != len(buffer):
-        raise ValueError("the file was truncated while it was read")
-    return buffer
+def _read_tensor(source: _Source, header: dict[str, Any], name: str) -> Bytes:
+    return source.read(*header[name]["data_offsets"])
 
 
-def _fields(entry: ChunkKV, data: torch.Tensor) -> dict[str, str]:
+def _fields(entry: ChunkKV, kv: Bytes) -> dict[str, str]:
     return {
         "format": FORMAT_NAME,
         "key": str(entry.key),
@@ -130,7 +200,7 @@ def _fields(entry: ChunkKV, data: torch.Tensor) -> dict[str, str]:
         "k_dim": str(entry.format.k_dim),
         "v_dim": str(entry.format.v_dim),
         "dtype": str(entry.format.dtype).removeprefix("torch."),
-        "head_checksums": _head_checksums(_bytes_of(data)),
+        "head_checksums": _head_checksums(kv),
     }
 
 
@@ -147,9 +217,9 @@ def _head_checksums(data: Bytes) -> str:
     return " ".join(xxhash.xxh3_128_hexdigest(head.data) for head in data)
 
 
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The memory of a contiguous tensor as ``[first dimension, bytes]``, or ``[bytes]``; not a copy."""
-    raw: Bytes = tensor.view(torch.uint8).flatten(1 if tensor.dim() > 1 else 0).numpy()
+def _bytes_of(data: torch.Tensor) -> Bytes:
+    """The memory of a contiguous tensor as ``[first dimension, bytes]``; not a copy."""
+    raw: Bytes = data.view(torch.uint8).flatten(1).numpy()
     return raw
 
 

@@ -1,7 +1,7 @@
 """The store as engines see it: one place to put entries and to find them again."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,13 +28,25 @@ class ChunkStorageManager:
         self._misses: Counter[MissReason] = Counter()
         self._fetched_from: dict[ChunkKey, str] = {}
 
+    def absent(self, keys: Iterable[ChunkKey]) -> Collection[tuple[int, ChunkKey]]:
+        """Ask tiers on other machines about all ``keys`` in one go: what the lookups that follow need not ask for."""
+        return self._stack.absent(list(keys))
+
     def lookup(
-        self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], counted: bool = True
+        self,
+        key: ChunkKey,
+        tokens: Sequence[int],
+        context: Sequence[int],
+        counted: bool = True,
+        absent: Collection[tuple[int, ChunkKey]] = (),
     ) -> LookupResult:
         """Find the entry of ``key`` and check that it is the KV of ``tokens`` computed after ``context``. Hits and
-        misses that are not ``counted`` stay out of the statistics."""
+        misses that are not ``counted`` stay out of the statistics; ``absent`` is from :meth:`absent`."""
         reason = None
+        clears = self._stack.clears
         for level, tier in enumerate(self._stack.tiers):
+            if (level, key) in absent:
+                continue
             entry, failure = self._stack.read(level, key)
             reason = reason or failure
             if entry is None:
@@ -43,7 +55,7 @@ class ChunkStorageManager:
                 reason = MissReason.COLLISION
                 break
             if level > 0:
-                self._stack.promote(level, entry)
+                self._stack.promote(level, entry, clears)
                 entry = self._stack.read(0, key)[0] or entry
             name = self._fetched_from.pop(key, tier.name)
             with self._lock:
@@ -62,13 +74,15 @@ class ChunkStorageManager:
         """Bring entries from slower tiers to the fastest one, as far as it has room. Made to be called from a thread
         of its own, ahead of a lookup, which then reports the tier that had them."""
         for key in keys:
+            clears = self._stack.clears
             if self._stack.size(0, key) is not None:
                 continue
             for level, tier in enumerate(self._stack.tiers[1:], start=1):
                 entry, _ = self._stack.read(level, key)
                 if entry is not None:
                     # Pinned first: the promotion holds the lock, and only from pinned memory a copy is just queued.
-                    self._stack.promote(level, in_pinned_memory(entry) if self.fastest_tier == "device" else entry)
+                    moved = in_pinned_memory(entry) if self.fastest_tier == "device" else entry
+                    self._stack.promote(level, moved, clears)
                     self._fetched_from[key] = tier.name
                     if len(self._fetched_from) > FETCHES_REMEMBERED:  # some were never looked up
                         self._fetched_from.pop(next(iter(self._fetched_from)), None)

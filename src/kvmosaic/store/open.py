@@ -10,13 +10,14 @@ from kvmosaic.store.manager import ChunkStorageManager
 from kvmosaic.store.tiers.device import DeviceTier
 from kvmosaic.store.tiers.disk import DiskTier
 from kvmosaic.store.tiers.host import HostTier
+from kvmosaic.store.tiers.remote import open_remote_tier
 
 logger = logging.getLogger(__name__)
 
 
 def open_store(config: ChunkCacheConfig, device_pool: torch.Tensor | None = None) -> ChunkStorageManager:
     """A store with a host tier, above it a device tier when a pool is given, and below it, when ``disk_path`` is
-    set and usable, a disk tier."""
+    set and usable, a disk tier, and when ``remote`` is set a remote one, reachable now or later."""
     tiers: list[Tier] = [HostTier(config.host_memory)]
     if device_pool is not None:
         tiers.insert(0, DeviceTier(device_pool))
@@ -30,4 +31,6 @@ def open_store(config: ChunkCacheConfig, device_pool: torch.Tensor | None = None
                 config.disk_path,
                 error,
             )
+    if config.remote is not None:
+        tiers.append(open_remote_tier(config.remote, config.remote_deadline_ms / 1000))
     return ChunkStorageManager(tiers)

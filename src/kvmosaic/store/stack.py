@@ -2,18 +2,22 @@
 
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.store.base import CorruptEntryError, EntryInfo, MissReason, Tier
+from kvmosaic.store.base import CorruptEntryError, EntryInfo, MissReason, Tier, TierDownError
 from kvmosaic.store.eviction import S3Fifo
 from kvmosaic.store.index import ChunkHashIndex
 from kvmosaic.store.tiers.host import in_host_memory
 from kvmosaic.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
+
+ERROR_SECONDS = 30.0
+"""A copy that could not be read for reasons that may pass is tried again after so long."""
 
 
 class TierStack:
@@ -33,8 +37,11 @@ class TierStack:
         Order: this lock, then the writer's."""
         self.writer = BackgroundWriter(self._write_through)
         self._failing: set[tuple[str, str]] = set()
-        self._unreadable: dict[tuple[int, ChunkKey], MissReason] = {}
-        """Copies whose last read failed, and how: they count as absent until they are written anew."""
+        self._unreadable: dict[tuple[int, ChunkKey], tuple[MissReason, float]] = {}
+        """Copies whose last read failed, how, and until when: they count as absent until then, or until they are
+        written anew."""
+        self.clears = 0
+        """How often entries were cleared: what was read before must not come back."""
         for level, tier in enumerate(self.tiers):
             for info in self._scan(tier):
                 # Opening a store evicts nothing, even if there is more than this process would keep.
@@ -42,7 +49,7 @@ class TierStack:
 
     def size(self, level: int, key: ChunkKey) -> int | None:
         """Bytes ``key`` takes at ``level`` now, or ``None``. A tier that fails counts as not having it."""
-        if (level, key) in self._unreadable:
+        if self._unreadable_reason(level, key) is not None:
             return None
         try:
             return self.tiers[level].size(key)
@@ -55,21 +62,49 @@ class TierStack:
         # In the order entries move, so that one on the move is not missed.
         if self.size(0, key) is not None or self.writer.get(key) is not None:
             return True
-        return any(self.size(level, key) is not None for level in range(1, len(self.tiers)))
+        for level in range(1, len(self.tiers)):
+            size = self.size(level, key)
+            if size is not None:
+                if not self.index.holds(key, self.tiers[level].name):  # another process wrote it
+                    with self.lock:
+                        self._adopt(level, key, size)
+                return True
+        return False
+
+    def absent(self, keys: Collection[ChunkKey]) -> set[tuple[int, ChunkKey]]:
+        """Which of ``keys`` are not at which far level, each asked once about all that no near tier has."""
+        absent: set[tuple[int, ChunkKey]] = set()
+        for level, tier in enumerate(self.tiers):
+            if not tier.is_far:
+                continue
+            nearer = [above for above in range(level) if not self.tiers[above].is_far]
+            wanted = [key for key in keys if all(self.size(above, key) is None for above in nearer)]
+            if len(wanted) < 2:
+                continue
+            try:
+                held = tier.holds(wanted)
+            except OSError as error:
+                self._complain(tier, "read", error)
+                continue
+            absent.update((level, key) for key, found in zip(wanted, held, strict=True) if not found)
+        return absent
 
     def read(self, level: int, key: ChunkKey) -> tuple[ChunkKV | None, MissReason | None]:
         """The entry of ``key`` at ``level``, or what went wrong if anything did."""
         tier = self.tiers[level]
-        if (level, key) in self._unreadable:
-            return None, self._unreadable[level, key]
+        reason = self._unreadable_reason(level, key)
+        if reason is not None:
+            return None, reason
         try:
             entry = tier.get(key)
         except CorruptEntryError:
-            self._unreadable[level, key] = MissReason.CORRUPT
+            self._unreadable[level, key] = MissReason.CORRUPT, float("inf")
             self._forget(level, key)
             return None, MissReason.CORRUPT
+        except TierDownError:  # which says nothing about this key
+            return None, MissReason.ERROR
         except OSError as error:
-            self._unreadable[level, key] = MissReason.ERROR
+            self._unreadable[level, key] = MissReason.ERROR, time.monotonic() + ERROR_SECONDS
             self._complain(tier, "read", error)
             return None, MissReason.ERROR
         self._failing.discard((tier.name, "read"))
@@ -79,11 +114,12 @@ class TierStack:
             self._forget(level, key)
         return entry, None
 
-    def promote(self, level: int, entry: ChunkKV) -> None:
-        """Copy an entry found at ``level`` to the faster tiers."""
+    def promote(self, level: int, entry: ChunkKV, clears: int) -> None:
+        """Copy an entry found at ``level`` to the faster tiers. ``clears`` is from before it was read."""
+        tier = self.tiers[level]
         with self.lock:
-            size = self.size(level, entry.key)
-            if size is None:  # deleted since it was read; it must not come back
+            size = tier.nbytes(entry) if tier.is_far else self.size(level, entry.key)
+            if size is None or clears != self.clears:  # deleted since it was read; it must not come back
                 return
             self._adopt(level, entry.key, size)  # maybe written by another process, so that it is news here
             if self.size(0, entry.key) is None and self.place(entry):
@@ -106,10 +142,13 @@ class TierStack:
         """Delete the entries whose key is ``matching`` from every tier, known or not."""
         self.writer.flush()
         with self.lock:
+            self.clears += 1
             for tier in self.tiers:
                 known = [key for key, record in self.index if tier.name in record.nbytes]
-                for key in filter(matching, dict.fromkeys([*known, *(info.key for info in self._scan(tier))])):
-                    self._delete(tier, key)
+                every = dict.fromkeys([*known, *(info.key for info in self._scan(tier))])
+                cleared = list(filter(matching, every))
+                self._delete(tier, cleared)
+                for key in cleared:
                     self.index.remove(key, tier.name)
                     if tier.name in self.policies:
                         self.policies[tier.name].remove(key)
@@ -167,7 +206,7 @@ class TierStack:
         """Stop counting an entry that vanished, unless it is back by now."""
         name = self.tiers[level].name
         with self.lock:
-            if self.size(level, key) is None:
+            if self.tiers[level].is_far or self.size(level, key) is None:
                 self.index.remove(key, name)
                 if name in self.policies:
                     self.policies[name].remove(key)
@@ -182,24 +221,36 @@ class TierStack:
     def _evict(self, level: int, key: ChunkKey) -> None:
         tier = self.tiers[level]
         below = level + 1
-        if below < len(self.tiers) and self.writer.get(key) is None and self.size(below, key) is None:
+        if below < len(self.tiers) and self.writer.get(key) is None and not self._has(below, key):
             entry, _ = self.read(level, key)
             if entry is not None:
                 self.counts["demotions"] += 1
                 # A copy: what a tier handed out may be a view of memory that is about to be used again.
                 self.writer.add(in_host_memory(entry), below)
-        self._delete(tier, key)
+        self._delete(tier, [key])
         self.index.remove(key, tier.name, evicted=True)
         self.counts["evictions"] += 1
 
-    def _delete(self, tier: Tier, key: ChunkKey) -> None:
+    def _has(self, level: int, key: ChunkKey) -> bool:
+        """Whether a tier has ``key``; of a far one, whether it had when last heard of. The lock is held."""
+        tier = self.tiers[level]
+        return self.index.holds(key, tier.name) if tier.is_far else self.size(level, key) is not None
+
+    def _delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
         try:
-            tier.delete(key)
+            tier.delete_all(keys)
         except OSError as error:
             self._complain(tier, "delete", error)
 
+    def _unreadable_reason(self, level: int, key: ChunkKey) -> MissReason | None:
+        reason, until = self._unreadable.get((level, key), (None, 0.0))
+        if reason is not None and time.monotonic() > until:
+            self._unreadable.pop((level, key), None)
+            return None
+        return reason
+
     def _complain(self, tier: Tier, action: str, error: OSError) -> None:
-        if (tier.name, action) not in self._failing:
+        if (tier.name, action) not in self._failing and not isinstance(error, TierDownError):
             self._failing.add((tier.name, action))
             logger.warning(
                 "the %s tier failed to %s (%s); going on without it for now, check its space and permissions",

@@ -15,7 +15,7 @@ from rich.markup import escape
 from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, runtime, vllm
 from kvmosaic.cli.doctor.model import model_rows
 from kvmosaic.cli.doctor.row import Row, guard
-from kvmosaic.cli.doctor.settings import disk_tier, host_memory, load_settings, profile
+from kvmosaic.cli.doctor.settings import disk_tier, host_memory, load_settings, profile, remote_tier
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table
 
 
@@ -62,6 +62,7 @@ def _checks(model: str | None, processes: int) -> Iterator[Row]:
     yield row
     yield from guard("host memory", host_memory(settings, processes))
     yield from guard("disk tier", disk_tier(settings, processes))
+    yield from guard("remote tier", remote_tier(settings))
     if model is not None:
         yield from guard("profile", profile(model, settings))
         yield from guard("model", model_rows(model, settings, processes))

@@ -157,6 +157,7 @@ class ChunkConnector(KVConnectorBase_V1):
             }
             held = self.loader.cache.store.held()  # a disk that cannot be used has no tier
             tiers = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in budgets.items() if name in held)
+            tiers += f", remote {self._config.remote}" if self._config.remote else ""
             writer = "kvmosaic's kernel" if isinstance(self.loader._blocks, KernelBlocks) else "the backend's writer"
             logger.info("chunk cache on for %s: %s; chunks placed by %s", model.served_model_name, tiers, writer)
 

@@ -1,7 +1,7 @@
 """Worker side: find or fill a request's chunks, remap them into its blocks, compute what is fresh."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -244,7 +244,8 @@ class ChunkLoader:
         """The entries that every rank has."""
         entries: dict[ChunkKey, ChunkKV] = {}
         pieces = list({piece.key: piece for piece in (*chunks, *tail)}.values())
-        results = [self._look_up(piece, counted=piece not in tail) for piece in pieces]
+        absent = self.cache.store.absent(piece.key for piece in pieces)
+        results = [self._look_up(piece, piece not in tail, absent) for piece in pieces]
         agreed = self._ranks.all_have([result.entry is not None for result in results])
         for piece, result, everywhere in zip(pieces, results, agreed, strict=True):
             if everywhere:
@@ -256,10 +257,10 @@ class ChunkLoader:
                 self._count("chunk_misses", result.reason.value if result.reason else "other-rank")
         return entries
 
-    def _look_up(self, piece: _Piece, counted: bool) -> LookupResult:
+    def _look_up(self, piece: _Piece, counted: bool, absent: Collection[tuple[int, ChunkKey]]) -> LookupResult:
         """Whatever goes wrong is a miss: on the other ranks it may not, and all have to vote on the same things."""
         try:
-            return self.cache.store.lookup(piece.key, piece.tokens, piece.context, counted=counted)
+            return self.cache.store.lookup(piece.key, piece.tokens, piece.context, counted, absent)
         except Exception:
             logger.exception("could not look up a chunk of %d tokens", len(piece.tokens))
             return LookupResult(None, None, MissReason.ERROR)

@@ -1,0 +1,40 @@
+"""Where a remote tier is: ``valkey://host:port/database`` or ``mooncake://master:port``."""
+
+from typing import NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+DEFAULT_PORTS = {"valkey": 6379, "redis": 6379, "mooncake": 50051}
+DEFAULT_METRICS_PORT = 9003
+EXAMPLES = "valkey://host:6379/0, redis://host:6379/0 or mooncake://host:50051"
+
+
+class RemoteUrl(NamedTuple):
+    """A parsed URL."""
+
+    kind: str
+    """``valkey`` (also for Redis, which speaks the same language) or ``mooncake``."""
+    host: str
+    port: int
+    database: int = 0
+    """Number of the Valkey database."""
+    metrics_port: int = DEFAULT_METRICS_PORT
+    """Where Mooncake's master lists its keys, over HTTP."""
+
+    @classmethod
+    def parse(cls, text: str) -> "RemoteUrl":
+        """Raises a one-line ``ValueError`` that says what is wrong."""
+        parts = urlsplit(text)
+        if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
+            raise ValueError(f"not the URL of a remote store; write {EXAMPLES}")
+        if parts.username is not None or parts.password is not None or parts.fragment:
+            raise ValueError("only host, port and database may be given; users and passwords are not supported")
+        kind = "mooncake" if parts.scheme == "mooncake" else "valkey"
+        path, options = parts.path.strip("/"), parse_qs(parts.query, keep_blank_values=True)
+        metrics = options.pop("metrics_port", [str(DEFAULT_METRICS_PORT)]) if kind == "mooncake" else ["0"]
+        if options or (path and kind == "mooncake"):
+            allowed = "metrics_port=9003 after a question mark" if kind == "mooncake" else "a database number"
+            raise ValueError(f"after host and port there may only be {allowed}")
+        if not (path or "0").isdecimal() or not metrics[-1].isdecimal():
+            raise ValueError("databases and ports are numbers")
+        port = parts.port or DEFAULT_PORTS[parts.scheme]  # urllib says in one line when it is no port
+        return cls(kind, parts.hostname, port, int(path or 0), int(metrics[-1]))

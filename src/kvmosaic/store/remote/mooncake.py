@@ -1,0 +1,163 @@
+"""Values in a Mooncake store: a master that knows where they are, and holders that lend their memory."""
+
+import atexit
+import os
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPException
+from typing import Any
+
+import numpy as np
+
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.remote_url import RemoteUrl
+from kvmosaic.store.remote.base import ABSENT, FAILED, Bytes, RemoteClient, Value
+from kvmosaic.store.remote.keys import group_of
+
+LOCAL_BUFFER_BYTES = 16 * 2**20
+"""For the library's own copies, which we do not use."""
+NOT_FOUND = -704
+RPC_FAILED = -900
+PAGE_KEYS = 1000
+
+
+class MooncakeClient(RemoteClient):
+    """A client that lends no memory of its own: entries outlive the engines that wrote them, in the holders.
+
+    The library's rules that matter here: a put of a key that is there succeeds and changes nothing; a success is no
+    promise, as the value may be evicted at once; a get may fail after a positive lookup, when a holder died.
+    """
+
+    def __init__(self, url: RemoteUrl, patience_s: float) -> None:
+        """Connects when it is first used. ``patience_s`` is for the listing of keys; all other calls return when the
+        library likes, in 5 s at most."""
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it writes a page to stderr at start
+        try:
+            from mooncake import store  # a large library that few need
+        except ImportError as error:
+            raise ConfigError(
+                f"remote=mooncake://…: cannot load the library ({error}); pip install 'kvmosaic[mooncake]', which on "
+                "Linux also needs the package libibverbs1"
+            ) from None
+        self._library: Any = store
+        self._url = url
+        self._patience_s = patience_s
+        self._connected: Any = None
+        self._lock = threading.Lock()
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        codes = self._store().batch_is_exist(list(keys)) if keys else []
+        _check(codes)
+        return [code == 1 for code in codes]
+
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        # Asked for a key that is not there, the library would write an error to stderr.
+        there = [key for key, found in zip(keys, self.exists(keys), strict=True) if found]
+        replicas = self._store().batch_get_replica_desc(there) if there else {}
+        sizes = {key: max(map(_size, found), default=0) for key, found in replicas.items()}
+        return [sizes.get(key) or None for key in keys]
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[str | None]:
+        store = self._store()
+        parts = [[np.frombuffer(part, np.uint8) for part in value] for value in values]
+        config = self._library.ReplicateConfig()
+        config.group_ids = [group_of(key) for key in keys]
+        pointers = [[part.ctypes.data for part in value] for value in parts]
+        lengths = [[part.nbytes for part in value] for value in parts]
+        with _Registered(store, [part for value in parts for part in value]):
+            codes = store.batch_put_from_multi_buffers(list(keys), pointers, lengths, config)
+        _check(codes)
+        return [None if code >= 0 else f"Mooncake's error {code}" for code in codes]
+
+    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
+        store, lengths = self._store(), [ABSENT] * len(keys)
+        there = [(index, size) for index, size in enumerate(self.sizes(keys)) if size is not None]
+        buffers = [buffer_for(index, size) for index, size in there]
+        with _Registered(store, buffers):
+            codes = store.batch_get_into(
+                [keys[index] for index, _ in there],
+                [buffer.ctypes.data for buffer in buffers],
+                [buffer.nbytes for buffer in buffers],
+            )
+        _check(codes)
+        for (index, size), code in zip(there, codes, strict=True):
+            lengths[index] = size if code == size else ABSENT if code == NOT_FOUND else FAILED
+        return lengths
+
+    def delete(self, keys: Sequence[str]) -> None:
+        # By force: whatever was read or looked up in the last seconds is protected otherwise.
+        _check(self._store().batch_remove(list(keys), True))
+
+    def scan(self, prefix: str) -> Iterator[list[str]]:
+        names = [name for name in self._ask_master("get_all_keys").splitlines() if name.startswith(prefix)]
+        for start in range(0, len(names), PAGE_KEYS):
+            yield names[start : start + PAGE_KEYS]
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connected is not None:
+                self._connected.close()
+            self._connected = None
+        atexit.unregister(self.close)
+
+    def _store(self) -> Any:
+        with self._lock:
+            if self._connected is None:
+                # Where no master answers, the library's setup would stop every thread of this process for 90 s.
+                self._ask_master("health")
+                store = self._library.MooncakeDistributedStore()
+                master = f"{self._url.host}:{self._url.port}"
+                socket.create_connection((self._url.host, self._url.port), self._patience_s).close()
+                code = store.setup(_own_address(self._url), "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", master)
+                if code != 0:
+                    raise ConnectionError(f"no Mooncake master at {master} (error {code})")
+                self._connected = store
+                # A client that is destroyed unclosed, at exit or before, takes the whole process down.
+                atexit.register(self.close)
+            return self._connected
+
+    def _ask_master(self, what: str) -> str:
+        address = f"http://{self._url.host}:{self._url.metrics_port}/{what}"
+        try:
+            with urllib.request.urlopen(address, timeout=self._patience_s) as answer:
+                text: str = answer.read().decode(errors="replace")
+                return text
+        except (OSError, HTTPException) as error:
+            raise ConnectionError(f"{address}: {error}; is metrics_port right?") from error
+
+
+class _Registered:
+    """Has the library know some memory as long as it is in use."""
+
+    def __init__(self, store: Any, buffers: Sequence[Bytes]) -> None:
+        self._store = store
+        self._buffers = buffers
+
+    def __enter__(self) -> None:
+        for buffer in self._buffers:
+            self._store.register_buffer(buffer.ctypes.data, buffer.nbytes)
+
+    def __exit__(self, *_: object) -> None:
+        for buffer in self._buffers:
+            self._store.unregister_buffer(buffer.ctypes.data)
+
+
+def _check(codes: Sequence[int]) -> None:
+    """The library reports a dead master as an error of every single key."""
+    if RPC_FAILED in codes:
+        raise ConnectionError("the Mooncake master does not answer")
+
+
+def _size(replica: Any) -> int:
+    if replica.is_memory_replica():
+        return int(replica.get_memory_descriptor().buffer_descriptor.size)
+    return int(replica.get_disk_descriptor().object_size) if replica.is_disk_replica() else 0
+
+
+def _own_address(url: RemoteUrl) -> str:
+    """This machine's address as the master sees it; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((url.host, url.port))
+        return str(probe.getsockname()[0])

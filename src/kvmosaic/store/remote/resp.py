@@ -1,0 +1,128 @@
+"""One connection to a Valkey or Redis server: as much of their protocol (RESP2) as values need.
+
+The official Python client was measured first. It copies every value once or twice more: of 24 MB at a third of this
+speed, only its optional parser in C reads them as fast. A pipeline of 2,048 lookups takes it 15 to 50 ms, this takes
+4 to 10 ms.
+"""
+
+import socket
+from collections.abc import Callable, Iterable, Sequence
+
+from kvmosaic.store.remote.base import ABSENT, Bytes, RefusedError, Value
+
+REFUSALS = ("OOM", "WRONGTYPE")
+"""Error replies that are about the one command. All others (LOADING, NOAUTH, READONLY …) are about the server."""
+PIECE_BYTES = 2**20
+READ_BYTES = 2**16
+
+Reply = int | bytes | RefusedError | list["Reply"] | None
+
+
+class Connection:
+    """Sends commands and reads their replies, in order. Not thread-safe, and of no use after any ``OSError``."""
+
+    def __init__(self, host: str, port: int, database: int, patience_s: float) -> None:
+        """``patience_s`` is how long the server may be silent, in seconds."""
+        self._socket = socket.create_connection((host, port), patience_s)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._received = b""
+        self._at = 0
+        if database:
+            self.send([("SELECT", str(database))])
+            self.reply()
+
+    def send(self, commands: Iterable[Sequence[str | Value]]) -> None:
+        """Send commands back to back; values are not copied."""
+        small: list[bytes] = []
+        for command in commands:
+            small.append(b"*%d\r\n" % len(command))
+            for argument in command:
+                if isinstance(argument, str):
+                    text = argument.encode()
+                    small.append(b"$%d\r\n%b\r\n" % (len(text), text))
+                    continue
+                small.append(b"$%d\r\n" % sum(part.nbytes for part in argument))
+                for part in (memoryview(b"".join(small)), *argument):
+                    self._send(part)
+                small = [b"\r\n"]
+        self._send(memoryview(b"".join(small)))
+
+    def reply(self) -> Reply:
+        """The next reply. A refusal is returned, not raised, as others may follow it."""
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            text = rest.decode(errors="replace")
+            if text.split(" ")[0] in REFUSALS:
+                return RefusedError(text)
+            raise ConnectionError(text)
+        number = _number(rest)
+        if kind == b":":
+            return number
+        if kind == b"*":
+            return [self.reply() for _ in range(number)]
+        if kind != b"$":
+            raise ConnectionError(f"not the reply of a Valkey server: {line[:40]!r}")
+        if number < 0:
+            return None
+        value = bytearray(number)
+        self._read_into(memoryview(value))
+        self._end_of_value()
+        return bytes(value)
+
+    def value_into(self, buffer_for: Callable[[int], Bytes]) -> int | RefusedError:
+        """The next reply, a value, read into ``buffer_for(its length)``; its length."""
+        line = self._line()
+        if line[:1] == b"-" and line[1:].split(b" ")[0].decode(errors="replace") in REFUSALS:
+            return RefusedError(line[1:].decode(errors="replace"))
+        if line[:1] != b"$":
+            raise ConnectionError(f"not a value: {line[:200].decode(errors='replace')}")
+        length = _number(line[1:])
+        if length < 0:
+            return ABSENT
+        self._read_into(buffer_for(length).data)
+        self._end_of_value()
+        return length
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, part: memoryview) -> None:
+        # In pieces: the socket's patience is for each call as a whole.
+        for start in range(0, part.nbytes, PIECE_BYTES):
+            self._socket.sendall(part[start : start + PIECE_BYTES])
+
+    def _line(self) -> bytes:
+        end = self._received.find(b"\r\n", self._at)
+        while end < 0:
+            more = self._socket.recv(READ_BYTES)
+            if not more:
+                raise ConnectionError("the server closed the connection")
+            self._received, self._at = self._received[self._at :] + more, 0
+            end = self._received.find(b"\r\n")
+        line = self._received[self._at : end]
+        self._at = end + 2
+        return line
+
+    def _read_into(self, target: memoryview) -> None:
+        at = min(len(self._received) - self._at, len(target))
+        target[:at] = self._received[self._at : self._at + at]
+        self._at += at
+        while at < len(target):
+            count = self._socket.recv_into(target[at:])
+            if not count:
+                raise ConnectionError("the server closed the connection")
+            at += count
+
+    def _end_of_value(self) -> None:
+        if self._line():
+            raise ConnectionError("a value is longer than the server said")
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConnectionError(f"not the reply of a Valkey server: {text[:40]!r}") from None

@@ -1,0 +1,102 @@
+"""Values in a Valkey or Redis server."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvmosaic.core.remote_url import RemoteUrl
+from kvmosaic.store.remote.base import FAILED, Bytes, RefusedError, RemoteClient, Value
+from kvmosaic.store.remote.resp import Connection, Reply
+
+T = TypeVar("T")
+
+SCAN_COUNT = 1000
+
+
+class ValkeyClient(RemoteClient):
+    """One plain string per key. What is evicted, and whether anything survives a restart, is the server's own
+    business. Threads share a pool of connections that grows with their number."""
+
+    max_value_bytes = 512 * 2**20  # the servers' default proto-max-bulk-len
+
+    def __init__(self, url: RemoteUrl, patience_s: float) -> None:
+        """Connects when it is first used. ``patience_s`` is how long the server may be silent, in seconds."""
+        self._url = url
+        self._patience_s = patience_s
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return [reply == 1 for reply in self._ask([("EXISTS", key) for key in keys])]
+
+    def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        replies = self._ask([("STRLEN", key) for key in keys])
+        return [reply if isinstance(reply, int) and reply > 0 else None for reply in replies]
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[str | None]:
+        replies = self._ask([("SET", key, value) for key, value in zip(keys, values, strict=True)])
+        return [str(reply) if isinstance(reply, RefusedError) else None for reply in replies]
+
+    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
+        def get(connection: Connection) -> list[int]:
+            connection.send([("GET", key) for key in keys])
+            lengths = [connection.value_into(partial(buffer_for, index)) for index in range(len(keys))]
+            return [FAILED if isinstance(length, RefusedError) else length for length in lengths]
+
+        return self._use(get)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        # UNLINK frees the memory in a thread of the server's, so that others need not wait for it.
+        self._ask([("UNLINK", key) for key in keys])
+
+    def scan(self, prefix: str) -> Iterator[list[str]]:
+        cursor = "0"
+        while True:
+            [reply] = self._ask([("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", str(SCAN_COUNT))])
+            match reply:
+                case [bytes(after), [*names]]:
+                    cursor = after.decode()
+                    yield [name.decode(errors="replace") for name in names if isinstance(name, bytes)]
+                case _:
+                    raise ConnectionError("not the reply of a Valkey server to SCAN")
+            if cursor == "0":
+                return
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _ask(self, commands: Sequence[Sequence[str | Value]]) -> list[Reply]:
+        def ask(connection: Connection) -> list[Reply]:
+            connection.send(commands)
+            return [connection.reply() for _ in commands]
+
+        return self._use(ask)
+
+    def _use(self, action: Callable[[Connection], T]) -> T:
+        """Run ``action`` with a connection, once more with a new one if the server may have been restarted since the
+        first was last used: all we do can be done twice."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None:
+            try:
+                return self._finish(connection, action)
+            except TimeoutError:  # no sign of a restart, and the caller has waited long enough
+                raise
+            except ConnectionError:
+                self.close()  # the other idle ones are no better
+        url = self._url
+        return self._finish(Connection(url.host, url.port, url.database, self._patience_s), action)
+
+    def _finish(self, connection: Connection, action: Callable[[Connection], T]) -> T:
+        try:
+            result = action(connection)
+        except BaseException:
+            connection.close()  # replies that are still to come would be taken for those of the next command
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        return result

@@ -1,0 +1,137 @@
+"""Real servers on free ports of this machine, to be killed and started again."""
+
+import atexit
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HOLDER = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 512 << 20, 16 << 20, "tcp", "", sys.argv[1]) == 0
+print("ready", flush=True)
+time.sleep(3600)
+"""
+CLIENT_TTL_S = 3
+"""How long a Mooncake master believes in a dead holder."""
+
+
+def missing(reason: str) -> None:
+    """Skip, or fail where the servers are required."""
+    if os.environ.get("KVMOSAIC_REQUIRE_SERVERS") == "1":
+        pytest.fail(f"{reason}; KVMOSAIC_REQUIRE_SERVERS=1 wants it")
+    pytest.skip(f"{reason}; `make servers` installs it")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(port: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"nothing listens on port {port}")
+
+
+class Process:
+    """A server that can be killed, stopped for a while, and started again in the same place."""
+
+    def __init__(self, command: list[str], folder: Path, port: int | None) -> None:
+        self._command, self._folder, self._port = command, folder, port
+        self.start()
+        atexit.register(self.kill)  # a test that fails may not get to it
+
+    def start(self) -> None:
+        with open(self._folder / "log", "ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=self._folder, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        if self._port is not None:
+            wait_for(self._port)
+        else:
+            assert self._process.stdout is not None
+            assert self._process.stdout.readline() == "ready\n"
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+
+class Valkey:
+    """A Valkey or Redis server, with or without a file that keeps its data."""
+
+    kind = "valkey"
+
+    def __init__(self, folder: Path, persistent: bool = False) -> None:
+        program = shutil.which("valkey-server") or shutil.which("redis-server")
+        if program is None:
+            missing("there is no valkey-server or redis-server")
+        assert program is not None
+        self.port = free_port()
+        self.url = f"valkey://127.0.0.1:{self.port}"
+        options = {"port": self.port, "bind": "127.0.0.1", "save": "", "appendonly": "yes" if persistent else "no"}
+        command = [program, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+        self.server = Process([*command, "--appendfsync", "always", "--logfile", "server.log"], folder, self.port)
+
+    def kill(self) -> None:
+        self.server.kill()
+
+    def start(self) -> None:
+        self.server.start()
+
+
+class Mooncake:
+    """A master and a holder."""
+
+    kind = "mooncake"
+
+    def __init__(self, folder: Path) -> None:
+        if find_spec("mooncake") is None:
+            missing("there is no package mooncake-transfer-engine-non-cuda")
+        try:
+            from mooncake import store
+        except ImportError as error:
+            missing(f"Mooncake cannot be loaded ({error})")
+        self.port, metrics_port = free_port(), free_port()
+        self.url = f"mooncake://127.0.0.1:{self.port}?metrics_port={metrics_port}"
+        options = {
+            "rpc_address": "127.0.0.1",
+            "rpc_port": self.port,
+            "metrics_host": "127.0.0.1",
+            "metrics_port": metrics_port,
+            "client_ttl": CLIENT_TTL_S,
+            "rpc_thread_num": 2,
+            "logtostderr": 1,
+        }
+        program = str(Path(store.__file__).with_name("mooncake_master"))
+        self.server = Process([program, *(f"--{name}={value}" for name, value in options.items())], folder, self.port)
+        self.holder = Process([sys.executable, "-c", HOLDER, f"127.0.0.1:{self.port}"], folder, None)
+
+    def kill(self) -> None:
+        self.server.kill()
+        self.holder.kill()
+
+    def start(self) -> None:
+        self.server.start()
+        self.holder.start()

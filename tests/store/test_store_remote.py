@@ -1,0 +1,325 @@
+"""Remote tiers, on real servers: what any tier must do, and what a value from elsewhere must not do."""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from remote_servers import Mooncake, Valkey
+from safetensors.torch import load
+from store_helpers import make_entry, same
+
+from kvmosaic.core.config import load_config
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.key import ChunkKey, head_range
+from kvmosaic.store import ChunkStorageManager, CorruptEntryError, HostTier, LookupResult, MissReason, open_store
+from kvmosaic.store.codec import decode, encode
+from kvmosaic.store.remote.keys import group_of, parse_remote_key, remote_key
+from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
+
+ONE = make_entry(0).nbytes
+PLENTY = 2**30
+texts = st.text(st.characters(codec="utf-8"), max_size=40)
+heads = st.just("all") | st.builds(head_range, st.integers(0, 7), st.just(8), st.integers(1, 64))
+keys = st.builds(ChunkKey, st.binary(min_size=16, max_size=16), st.integers(1, 10**6), texts, texts, texts, heads)
+
+
+def find(store: ChunkStorageManager, entry: ChunkKV) -> LookupResult:
+    return store.lookup(entry.key, entry.tokens, entry.context)
+
+
+def over(tier: RemoteTier, host: int = PLENTY) -> ChunkStorageManager:
+    """A store whose host tier is empty."""
+    return ChunkStorageManager([HostTier(host), tier])
+
+
+def value_of(entry: ChunkKV) -> bytearray:
+    return bytearray(b"".join(encode(entry)))
+
+
+def plant(tier: RemoteTier, key: ChunkKey, value: bytes | bytearray) -> None:
+    """Store any bytes under the key of an entry."""
+    tier.delete(key)
+    [refusal] = tier._client.put([remote_key(key)], [[memoryview(bytes(value))]])
+    assert refusal is None
+
+
+@given(keys, keys)
+def test_keys_are_told_apart_and_read_back(key: ChunkKey, other: ChunkKey) -> None:
+    name = remote_key(key)
+    assert parse_remote_key(name) == key
+    assert name.isascii()
+    assert (remote_key(other) == name) == (other == key)
+    assert group_of(name) == group_of(remote_key(replace(key, heads="0-1of64")))
+    assert (group_of(remote_key(other)) == group_of(name)) == (replace(other, heads=key.heads) == key)
+
+
+@pytest.mark.parametrize("name", ["", "kvmosaic-1:", "kvmosaic-1:a@b@fmt:c@zz@1@L:all@head:all", "other"])
+def test_names_of_others_are_no_keys(name: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - of any kind
+        parse_remote_key(name)
+
+
+def test_a_value_is_a_safetensors_file_that_keeps_its_memory() -> None:
+    entry = make_entry(1, tokens=7, heads=4)
+    value = np.frombuffer(value_of(entry), np.uint8)
+    tensors = load(value.tobytes())
+    assert torch.equal(tensors["kv"].view(torch.uint8), entry.data.view(torch.uint8))
+    assert tuple(tensors["tokens"].tolist()) == entry.tokens
+    read = decode(value, entry.key)
+    assert same(read, entry)
+    offset = read.data.data_ptr() - value.ctypes.data
+    assert 0 < offset < len(value)
+    assert offset % 64 == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.uint8])
+def test_roundtrip(tier: RemoteTier, dtype: torch.dtype) -> None:
+    entry = make_entry(1, tokens=7, heads=4, dtype=dtype, tenant="ü/@:*")
+    assert tier.get(entry.key) is None
+    assert tier.size(entry.key) is None
+    size = tier.put(entry)
+    assert size == tier.size(entry.key) <= tier.nbytes(entry)
+    found = tier.get(entry.key)
+    assert found is not None
+    assert same(found, entry)
+    assert [(info.key, info.nbytes, info.tier) for info in tier.scan()] == [(entry.key, size, "remote")]
+    tier.delete(entry.key)
+    tier.delete(entry.key)
+    assert tier.get(entry.key) is None
+    assert not list(tier.scan())
+
+
+def test_a_large_entry(tier: RemoteTier) -> None:
+    entry = make_entry(1, tokens=192, heads=8, layers=32, k_dim=128, v_dim=128)
+    assert tier.put(entry) > 24 * 2**20
+    found = tier.get(entry.key)
+    assert found is not None
+    assert same(found, entry)
+
+
+def test_many_keys_at_once(tier: RemoteTier) -> None:
+    entries = [make_entry(number) for number in range(1200)]
+    for entry in entries[::2]:
+        tier.put(entry)
+    assert tier.holds([entry.key for entry in entries]) == [True, False] * 600
+    assert {info.key for info in tier.scan()} == {entry.key for entry in entries[::2]}
+    tier.delete_all([entry.key for entry in entries])
+    assert not any(tier.holds([entry.key for entry in entries]))
+    assert tier.holds([]) == []
+
+
+def test_a_new_process_finds_what_another_stored(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    entries = [make_entry(number) for number in range(20)]
+    with_settings = load_config(remote=server.url, host_memory=3 * ONE)
+    store = open_store(with_settings)
+    assert all(store.put(entry) for entry in entries)
+    store.close()
+    store = open_store(with_settings)
+    assert {info.key for info in store.scan()} == {entry.key for entry in entries}
+    for entry in entries:
+        found, name, _ = find(store, entry)
+        assert found is not None
+        assert same(found, entry)
+        assert name == "remote"
+    assert find(store, entries[-1]).tier == "host"
+    stats = store.get_stats()
+    assert stats["hits_by_tier"] == {"host": 1, "remote": 20}
+    store.close()
+
+
+def test_what_another_process_stores_later_is_found_and_known(tier: RemoteTier) -> None:
+    store, other = over(tier), over(tier)
+    store.take_changes()
+    for number in (1, 2):
+        other.put(make_entry(number))
+    other.flush()
+    assert find(store, make_entry(1)).tier == "remote"
+    # Computed here, too, before it was looked up: the copy that is there stays, and is reported as being there.
+    assert store.put(make_entry(2, version=1))
+    assert store.take_changes() == {make_entry(1).key: "host", make_entry(2).key: "remote"}
+    found = find(store, make_entry(2)).entry
+    assert found is not None
+    assert same(found, make_entry(2))
+
+
+def test_absent_keys_are_asked_for_in_one_go(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, entries = over(tier), [make_entry(number) for number in range(50)]
+    tier.put(entries[0])
+    store.put(entries[1])
+    store.flush()
+    calls: list[str] = []
+    for name in ("exists", "sizes", "get_into"):
+        method = getattr(tier._client, name)
+        monkeypatch.setattr(
+            tier._client, name, lambda *given, name=name, method=method: calls.append(name) or method(*given)
+        )
+    absent = store.absent(entry.key for entry in entries)
+    results = [store.lookup(entry.key, entry.tokens, entry.context, absent=absent) for entry in entries]
+    assert [result.tier for result in results[:2]] == ["remote", "host"]
+    assert {result.reason for result in results[2:]} == {MissReason.NEW}
+    assert [call for call in calls if call == "get_into"] == ["get_into"]
+    assert len(calls) <= 4  # Mooncake's has to find out the size first
+
+
+def test_clear_is_for_all(tier: RemoteTier) -> None:
+    store = over(tier)
+    for number in range(10):
+        store.put(make_entry(number, tenant="a" if number % 2 else "b"))
+    store.clear(lambda key: key.tenant == "a")
+    assert {info.key.tenant for info in tier.scan()} == {"b"}
+    assert [find(store, make_entry(n, tenant="a" if n % 2 else "b")).entry is None for n in range(4)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_an_evicted_entry_is_sent_again_only_if_the_store_never_had_it(tier: RemoteTier) -> None:
+    store = over(tier, host=2 * ONE)
+    for number in range(6):
+        store.put(make_entry(number))
+        store.flush()
+    assert store.get_stats()["demotions"] == 0
+    assert all(find(store, make_entry(number)).entry is not None for number in range(6))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "empty header", "other key", "foreign"])
+def test_a_damaged_value_is_a_counted_miss_and_replaced(tier: RemoteTier, damage: str) -> None:
+    entry = make_entry(5, heads=3)
+    value = value_of(entry)
+    if damage == "flipped":
+        value[-1] ^= 1
+    elif damage == "shorter":
+        del value[-1]
+    elif damage == "longer":
+        value.append(0)
+    elif damage == "empty header":
+        value[:] = (2).to_bytes(8, "little") + b"{}"
+    elif damage == "other key":
+        value = value_of(make_entry(6, heads=3))
+    else:
+        value[:] = b"hello"
+    plant(tier, entry.key, value)
+    store = over(tier)
+    assert find(store, entry) == (None, None, MissReason.CORRUPT)
+    stats = store.get_stats()
+    assert (stats["misses_by_reason"]["corrupt"], stats["corrupt_set_aside"]) == (1, 1)
+    assert tier.size(entry.key) is None
+    assert store.put(entry)
+    store.flush()
+    found = tier.get(entry.key)
+    assert found is not None
+    assert same(found, entry)
+
+
+def test_every_byte_is_covered(valkey_server: Valkey) -> None:
+    tier = open_remote_tier(valkey_server.url, 5.0)
+    entry = make_entry(5, heads=3)
+    value = value_of(entry)
+    start = 8 + int.from_bytes(value[:8], "little")
+    for offset in range(start, len(value), 5):
+        value[offset] ^= 1
+        plant(tier, entry.key, value)
+        value[offset] ^= 1
+        with pytest.raises(CorruptEntryError):
+            tier.get(entry.key)
+    tier.close()
+
+
+def test_other_formats_models_and_tenants_find_nothing(tier: RemoteTier) -> None:
+    mine = make_entry(1, tenant="a")
+    store = over(tier)
+    store.put(mine)
+    store.flush()
+    for other in (
+        replace(mine.key, fingerprint="other-dtype-or-rope"),
+        replace(mine.key, model="other"),
+        replace(mine.key, tenant="b"),
+        replace(mine.key, heads="0-0of2"),
+    ):
+        assert over(tier).lookup(other, mine.tokens, mine.context).reason is MissReason.NEW
+        # And if somebody copies the value to their key, it says whose it is.
+        plant(tier, other, value_of(mine))
+        assert over(tier).lookup(other, mine.tokens, mine.context).reason is MissReason.CORRUPT
+
+
+def test_two_tenants_with_the_same_document(tier: RemoteTier) -> None:
+    store = over(tier)
+    a, b = make_entry(1, tenant="a"), make_entry(1, tenant="b", version=1)
+    store.put(a)
+    store.flush()
+    assert find(over(tier), b).entry is None
+    store.put(b)
+    store.flush()
+    for entry in (a, b):
+        found = find(over(tier), entry).entry
+        assert found is not None
+        assert same(found, entry)
+
+
+def test_same_key_other_tokens(tier: RemoteTier) -> None:
+    tier.put(make_entry(1))
+    store = over(tier)
+    assert store.lookup(make_entry(1).key, (9, 9, 9, 9), (1,)).reason is MissReason.COLLISION
+
+
+def test_keys_that_are_no_values_or_not_ours(valkey_server: Valkey) -> None:
+    """A list under the name of an entry, and names of others beside."""
+    tier = open_remote_tier(valkey_server.url, 1.0)
+    client, entry = tier._client, make_entry(1)
+    client._ask([("DEL", remote_key(entry.key)), ("RPUSH", remote_key(entry.key), "x")])  # type: ignore[attr-defined]
+    client._ask([("SET", "kvmosaic-1:not ours", "x"), ("SET", "something", "x")])  # type: ignore[attr-defined]
+    assert not list(tier.scan())
+    store = over(tier)
+    assert find(store, entry).entry is None
+    assert store.put(entry)
+    store.flush()
+    assert find(over(tier), entry).tier == "remote"
+    tier.delete(entry.key)
+    tier.close()
+
+
+def test_a_full_valkey_refuses_and_is_not_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = Valkey(tmp_path)
+    tier = open_remote_tier(server.url, 1.0)
+    tier._client._ask([("CONFIG", "SET", "maxmemory", "3000000")])  # type: ignore[attr-defined]
+    store = over(tier)
+    with caplog.at_level(logging.WARNING):
+        for number in range(6):
+            assert store.put(make_entry(number, tokens=20_000))
+        store.flush()
+    assert store.get_stats()["write_errors"] > 0
+    assert len(caplog.records) == 1
+    assert "OOM" in caplog.text
+    assert len(list(tier.scan())) == 6 - store.get_stats()["write_errors"]
+    server.kill()
+
+
+def test_a_value_that_valkey_cannot_hold_is_not_sent(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier._client, "max_value_bytes", ONE)
+    store = over(tier)
+    assert store.put(make_entry(1))
+    store.flush()
+    assert store.get_stats()["write_errors"] == 1
+    assert find(store, make_entry(1)).tier == "host"
+    assert not list(tier.scan())
+
+
+def test_2048_keys_are_looked_up_quickly(tier: RemoteTier) -> None:
+    """About 2 to 5 ms on two slow cores; one round trip per key would take a second."""
+    wanted = [make_entry(number).key for number in range(2048)]
+    for number in range(0, 2048, 64):
+        tier.put(make_entry(number))
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        assert sum(tier.holds(wanted)) == 32
+        times.append(time.perf_counter() - start)
+    assert min(times) < (0.04 if "Valkey" in type(tier._client).__name__ else 0.02)

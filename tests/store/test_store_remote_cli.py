@@ -1,0 +1,83 @@
+"""``kvmosaic store --remote``, and the embedded engine over a remote tier, as a user runs them."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from remote_servers import Mooncake, Valkey, free_port
+from store_helpers import make_entry
+
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.hf import LLM
+from kvmosaic.store.codec import encode
+from kvmosaic.store.remote.keys import remote_key
+from kvmosaic.store.tiers.remote import RemoteTier
+from tests.engines.hf.tiny import make
+
+
+def kvmosaic(*arguments: str, check: int = 0) -> str:
+    command = [sys.executable, "-m", "kvmosaic.cli.main", "store", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == check, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if check == 0 else done.stdout + done.stderr
+
+
+def result(*arguments: str) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(kvmosaic(*arguments, "--json"))
+    return parsed
+
+
+def test_ls_stats_verify_and_purge(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    where = ("--remote", server.url)
+    for number in range(4):
+        tier.put(make_entry(number, tenant="a" if number % 2 else "b"))
+    assert len(result("ls", *where)["entries"]) == 4
+    assert len(result("ls", *where, "--tenant", "a")["entries"]) == 2
+    stats = result("stats", *where)
+    assert stats["entries"] == 4
+    assert [(row["tenant"], row["model"], row["entries"]) for row in stats["owners"]] == [
+        ("a", "org/model", 2),
+        ("b", "org/model", 2),
+    ]
+    value = bytearray(b"".join(encode(make_entry(0, tenant="b"))))
+    value[-1] ^= 1
+    tier.delete(make_entry(0, tenant="b").key)
+    tier._client.put([remote_key(make_entry(0, tenant="b").key)], [[memoryview(bytes(value))]])
+    assert "4 entries checked, 1 damaged and deleted" in kvmosaic("verify", *where, check=1)
+    assert result("verify", *where) == {"checked": 3, "set_aside": 0}
+    assert result("purge", *where, "--tenant", "a")["deleted"] == 2
+    assert result("purge", *where, "--all")["deleted"] == 1
+    assert not list(tier.scan())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ls",), "which store?"),
+        (("ls", "--remote", "http://host"), "not the URL of a remote store"),
+        (("ls", "--remote", f"valkey://127.0.0.1:{free_port()}"), "is down"),
+    ],
+)
+def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    output = kvmosaic(*arguments, check=2)
+    assert message in output
+    assert len([line for line in output.splitlines() if line.startswith("error")]) == 1
+
+
+def test_two_engines_share_documents(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    """The second never computes what the first did, and answers alike; another tenant shares nothing."""
+    model = make("llama")
+    prompt = ChunkedPrompt(tuple(range(3, 63)), (Span(5, 25), Span(25, 50)))
+
+    def ask(tenant: str) -> tuple[str, list[tuple[str, str | None]]]:
+        with LLM(model, enable_chunk_cache=True, remote=server.url, tenant=tenant) as llm:
+            [output] = llm.generate([prompt], max_tokens=6, temperature=0)
+        return output.text, [(chunk.status, chunk.tier) for chunk in output.chunks]
+
+    first, second, stranger = ask("a"), ask("a"), ask("b")
+    assert first[0] == second[0] == stranger[0]
+    assert first[1] == stranger[1] == [("filled", None)] * 2
+    assert second[1] == [("cached", "remote")] * 2
