@@ -303,3 +303,17 @@ def test_the_breaker_tries_less_often_what_keeps_failing(monkeypatch: pytest.Mon
         pauses.append(probes[-1] - start)
     assert pauses[-1] > 0.3 > 0.2 > pauses[0]
     assert breaker.call(lambda: 7) == 7
+
+
+def test_closing_waits_for_calls_that_were_left_behind(tmp_path: Path) -> None:
+    """Mooncake's client, closed while one of its calls was still waiting for a hanging master, ended the process."""
+    server = Mooncake(tmp_path)
+    for _ in range(3):
+        store = open_store(load_config(remote=server.url, remote_deadline_ms=DEADLINE_MS))
+        store.put(make_entry(1))
+        store.flush()
+        server.server.pause()
+        assert find(store, make_entry(2)).reason is MissReason.ERROR  # its call goes on
+        threading.Timer(1.0, server.server.resume).start()
+        store.close()
+    server.kill()

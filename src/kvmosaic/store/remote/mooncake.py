@@ -6,6 +6,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http.client import HTTPException
 from typing import Any
 
@@ -18,6 +19,8 @@ from kvmosaic.store.remote.keys import group_of
 
 LOCAL_BUFFER_BYTES = 16 * 2**20
 """For the library's own copies, which we do not use."""
+LONGEST_CALL_S = 15.0
+"""What the library may take to give up, three times over."""
 NOT_FOUND = -704
 RPC_FAILED = -900
 PAGE_KEYS = 1000
@@ -45,37 +48,40 @@ class MooncakeClient(RemoteClient):
         self._url = url
         self._patience_s = patience_s
         self._connected: Any = None
-        self._lock = threading.Lock()
+        self._calls = 0
+        """How many are using it, those included that nobody waits for any more."""
+        self._changed = threading.Condition()
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        codes = self._store().batch_is_exist(list(keys)) if keys else []
+        with self._store() as store:
+            codes = store.batch_is_exist(list(keys)) if keys else []
         _check(codes)
         return [code == 1 for code in codes]
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
         # Asked for a key that is not there, the library would write an error to stderr.
         there = [key for key, found in zip(keys, self.exists(keys), strict=True) if found]
-        replicas = self._store().batch_get_replica_desc(there) if there else {}
+        with self._store() as store:
+            replicas = store.batch_get_replica_desc(there) if there else {}
         sizes = {key: max(map(_size, found), default=0) for key, found in replicas.items()}
         return [sizes.get(key) or None for key in keys]
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[str | None]:
-        store = self._store()
         parts = [[np.frombuffer(part, np.uint8) for part in value] for value in values]
         config = self._library.ReplicateConfig()
         config.group_ids = [group_of(key) for key in keys]
         pointers = [[part.ctypes.data for part in value] for value in parts]
         lengths = [[part.nbytes for part in value] for value in parts]
-        with _Registered(store, [part for value in parts for part in value]):
+        with self._store() as store, _Registered(store, [part for value in parts for part in value]):
             codes = store.batch_put_from_multi_buffers(list(keys), pointers, lengths, config)
         _check(codes)
         return [None if code >= 0 else f"Mooncake's error {code}" for code in codes]
 
     def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
-        store, lengths = self._store(), [ABSENT] * len(keys)
+        lengths = [ABSENT] * len(keys)
         there = [(index, size) for index, size in enumerate(self.sizes(keys)) if size is not None]
         buffers = [buffer_for(index, size) for index, size in there]
-        with _Registered(store, buffers):
+        with self._store() as store, _Registered(store, buffers):
             codes = store.batch_get_into(
                 [keys[index] for index, _ in there],
                 [buffer.ctypes.data for buffer in buffers],
@@ -88,7 +94,9 @@ class MooncakeClient(RemoteClient):
 
     def delete(self, keys: Sequence[str]) -> None:
         # By force: whatever was read or looked up in the last seconds is protected otherwise.
-        _check(self._store().batch_remove(list(keys), True))
+        with self._store() as store:
+            codes = store.batch_remove(list(keys), True)
+        _check(codes)
 
     def scan(self, prefix: str) -> Iterator[list[str]]:
         names = [name for name in self._ask_master("get_all_keys").splitlines() if name.startswith(prefix)]
@@ -96,27 +104,41 @@ class MooncakeClient(RemoteClient):
             yield names[start : start + PAGE_KEYS]
 
     def close(self) -> None:
-        with self._lock:
-            if self._connected is not None:
-                self._connected.close()
+        with self._changed:
+            # Closed under a call, it would take the process down; under one that never ends it stays open.
+            if self._connected is None or not self._changed.wait_for(lambda: self._calls == 0, LONGEST_CALL_S):
+                return
+            self._connected.close()
             self._connected = None
         atexit.unregister(self.close)
 
-    def _store(self) -> Any:
-        with self._lock:
-            if self._connected is None:
-                # Where no master answers, the library's setup would stop every thread of this process for 90 s.
-                self._ask_master("health")
-                store = self._library.MooncakeDistributedStore()
-                master = f"{self._url.host}:{self._url.port}"
-                socket.create_connection((self._url.host, self._url.port), self._patience_s).close()
-                code = store.setup(_own_address(self._url), "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", master)
-                if code != 0:
-                    raise ConnectionError(f"no Mooncake master at {master} (error {code})")
-                self._connected = store
-                # A client that is destroyed unclosed, at exit or before, takes the whole process down.
-                atexit.register(self.close)
-            return self._connected
+    @contextmanager
+    def _store(self) -> Iterator[Any]:
+        """The library's client, which is not closed meanwhile."""
+        with self._changed:
+            store = self._connect()
+            self._calls += 1
+        try:
+            yield store
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def _connect(self) -> Any:
+        if self._connected is None:
+            # Where no master answers, the library's setup would stop every thread of this process for 90 s.
+            self._ask_master("health")
+            store = self._library.MooncakeDistributedStore()
+            master = f"{self._url.host}:{self._url.port}"
+            socket.create_connection((self._url.host, self._url.port), self._patience_s).close()
+            code = store.setup(_own_address(self._url), "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", master)
+            if code != 0:
+                raise ConnectionError(f"no Mooncake master at {master} (error {code})")
+            self._connected = store
+            # A client that is destroyed unclosed, at exit or before, takes the whole process down.
+            atexit.register(self.close)
+        return self._connected
 
     def _ask_master(self, what: str) -> str:
         address = f"http://{self._url.host}:{self._url.metrics_port}/{what}"
