@@ -80,3 +80,9 @@ def test_urls_of_remote_tiers():
     assert RemoteUrl.parse("valkey://[::1]:99") == ("valkey", "::1", 99, 0, 0)
     assert RemoteUrl.parse("mooncake://host?metrics_port=5") == ("mooncake", "host", 50051, 0, 5)
     assert load_config(remote="mooncake://host:1").remote == "mooncake://host:1"
+
+
+def test_a_password_in_a_url_is_not_repeated():
+    with pytest.raises(ConfigError, match="users and passwords are not supported") as error:
+        load_config(remote="valkey://user:secret@host")
+    assert "secret" not in str(error.value)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,6 +129,7 @@ def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
         reasons = "; ".join(
             f"{'.'.join(map(str, item['loc']))}={item.get('input')!r}: {item['msg']}" for item in error.errors()
         )
+        reasons = re.sub(r"://[^/@\s]*@", "://***@", reasons)  # a password, which must not end up in logs
         raise ConfigError(f"invalid chunk cache settings: {reasons}") from None
     except (yaml.YAMLError, TypeError, ValueError) as error:
         line = " ".join(str(error).split())
