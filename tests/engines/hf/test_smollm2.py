@@ -76,8 +76,7 @@ def test_an_entry_moved_equals_the_chunk_computed_there(smollm2, tokenizer, doub
         assert float((mine - fp64).abs().max()) <= allowed
         assert float((mine[:, 0] - fp32[:, 0]).abs().max()) <= 1e-5  # the first layer sees no attention noise
         if place < 500:
-            # Of random tokens, one in a few hundred amplifies rounding to more than that in some of its numbers.
-            assert float((mine - fp32).abs().flatten().quantile(0.999)) <= 1e-4
+            assert float((mine - fp32).abs().max()) <= 1e-4
 
 
 def test_one_chunk_under_its_own_system_prompt_is_exact(smollm2, tokenizer):
