@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
-from kvmosaic.blend.query_attention import middle_layers, question_scores
+from kvmosaic.blend.query_attention import check_layers, middle_layers, question_scores
 from kvmosaic.blend.sink_link import first_tokens
 from kvmosaic.blend.spans import best_spans
 
@@ -23,13 +23,16 @@ class Composite(Policy):
 
     name: ClassVar[str] = "composite"
     reads_content: ClassVar[bool] = True
-    first: Annotated[int, Field(ge=0, lt=2**31)] = 2
+    first: Annotated[int, Field(ge=0, lt=2**31)] = 4
     reach: Annotated[float, Field(gt=0, le=1e9)] = 16.0
     runs: Annotated[int, Field(ge=1, lt=2**31)] = 256
     """About so many runs at most: lone tokens are the better choice, but each run costs an attention of its own."""
     layers: Annotated[int, Field(ge=1, lt=2**31)] = 3
-    asking: Annotated[float, Field(ge=0, le=1)] = 0.25
+    asking: Annotated[float, Field(ge=0, le=1)] = 0.16
     """The question is asked only where that costs at most this part of what may be spent; else starts it is."""
+
+    def check(self, num_layers: int) -> None:
+        check_layers(self.name, self.layers, num_layers)
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         probed = middle_layers(assembled, self.layers)

@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
 from kvmosaic.blend.spans import best_spans
+from kvmosaic.core.errors import ConfigError
 
 FIRST_PART, LAST_PART = 0.45, 0.75
 """Middle layers, as parts of the model's depth: earlier ones look at words, later ones at the answer."""
@@ -22,6 +23,9 @@ class QueryAttention(Policy):
     span: Annotated[int, Field(ge=1, lt=2**31)] = 16
     layers: Annotated[int, Field(ge=1, lt=2**31)] = 3
 
+    def check(self, num_layers: int) -> None:
+        check_layers(self.name, self.layers, num_layers)
+
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         probed = middle_layers(assembled, self.layers)
         if not probed or assembled.probe_share(probed[-1], ratio) >= 1:
@@ -29,6 +33,12 @@ class QueryAttention(Policy):
         scores = question_scores(assembled, probed)
         chosen = best_spans(scores, assembled, assembled.affordable(ratio), self.span)
         return Selection(tuple(assembled.positions()[chosen].tolist()))
+
+
+def check_layers(name: str, wanted: int, num_layers: int) -> None:
+    """Refuse to probe more layers than the model has."""
+    if wanted > num_layers:
+        raise ConfigError(f"{name}: layers={wanted} is more than the model's {num_layers}")
 
 
 def middle_layers(assembled: AssembledPrompt, count: int) -> list[int]:
@@ -45,8 +55,6 @@ def middle_layers(assembled: AssembledPrompt, count: int) -> list[int]:
 
 
 def question_scores(assembled: AssembledPrompt, layers: list[int]) -> torch.Tensor:
-    """``[chunk tokens]``: norm over the question's tokens of their attention, averaged over layers. A norm favours
-    what some word of the question looks at closely over what all of it glances at."""
+    """``[chunk tokens]``: attention of the question's tokens, averaged over them and over layers."""
     weights: torch.Tensor = assembled.question_attention(layers)
-    norms: torch.Tensor = torch.linalg.vector_norm(weights, dim=1)
-    return norms.mean(0).cpu()
+    return weights.mean((0, 1)).cpu()
