@@ -44,6 +44,18 @@ def test_version():
     assert kvmosaic("--version").startswith("kvmosaic 0.")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("nothing",), ("eval",), ("eval", "m", "--wrong"), ("eval", "m", "--data", "synthetic", "--limit", "many")],
+)
+def test_a_wrong_command_line_is_one_line(arguments):
+    assert len(kvmosaic(*arguments, check=2).splitlines()) == 1
+
+
+def test_no_arguments_show_the_help():
+    assert "Commands" in kvmosaic("store", check=2)
+
+
 def test_demo(smollm2_folder):
     result = kvmosaic("demo", "--max-tokens", 3, "--json")
     requests = result["requests"]

@@ -118,6 +118,7 @@ def choose(policy: Policy, assembled: AssembledPrompt, ratio: float) -> Selectio
         return Selection()
     if ratio >= 1:
         return Selection(tuple(assembled.positions().tolist()))
+    policy.check(assembled.num_layers)
     selection = policy.select(assembled, ratio)
     assert list(selection.positions) == sorted(set(selection.positions))
     return selection

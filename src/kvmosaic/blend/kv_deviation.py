@@ -38,7 +38,6 @@ class KVDeviation(Policy):
             raise ConfigError(f"kv-deviation: layer {self.layers[-1]} is not below the model's last one")
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
-        self.check(assembled.num_layers)
         if (self.layers[0] + 1) / assembled.num_layers >= ratio:
             return Selection()  # finding out would cost all there is to spend
         distance = assembled.deviation(self.layers[0], self.part).cpu()

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -44,13 +44,24 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Errors made on purpose end in one line and exit status 2."""
+    """Run the command line. Errors made on purpose end in one line and exit status 2, those of the command's own
+    syntax as well."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
-        app()
+        status = app(standalone_mode=False)
     except (KvmosaicError, OSError) as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _fail(str(error))
+    except typer.TyperException as error:
+        reason = " ".join(error.format_message().split()).rstrip(".")
+        if reason:  # else it has just shown the help that a command without arguments stands for
+            _fail(f"{reason}; see --help")
+        status = 2
+    sys.exit(status)
+
+
+def _fail(reason: str) -> NoReturn:
+    console.print(f"error: {reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

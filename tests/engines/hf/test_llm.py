@@ -385,6 +385,12 @@ def test_a_chunk_alone_may_be_in_another_rope_regime_than_its_prompt(tokenizer):
     assert [(chunk.status, chunk.reason) for chunk in output.chunks] == [("prefilled", "too-long")]
 
 
+@pytest.mark.parametrize("policy", ["composite(layers=99)", "query-attention(layers=99)", "kv-deviation(layers=99)"])
+def test_a_policy_that_needs_more_layers_than_there_are_is_refused_at_start(policy):
+    with pytest.raises(ConfigError, match="layer"):
+        LLM(make("llama"), enable_chunk_cache=True, policy=policy)
+
+
 def test_a_policy_of_a_profile_that_does_not_exist_is_blamed_on_the_profile(smollm2_folder, tmp_path, monkeypatch):
     """Such as one with options that a newer version no longer has."""
     monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path))

@@ -122,6 +122,8 @@ def test_real_weights_pass_and_breaks_do_not(dtype, loud):
 
 
 def test_gemma_passes(loud):
-    llm = start("gemma-3-270m")
+    # Its sliding layers take the backend's smallest block whatever is asked for; with another one for the full layers
+    # vLLM does not start a model whose layers share their blocks.
+    llm = start("gemma-3-270m", **({"block_size": None} if torch.cuda.is_available() else {}))
     assert loud == []
     assert llm.get_stats()["off_reason"] is None

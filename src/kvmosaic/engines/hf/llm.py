@@ -102,6 +102,10 @@ class LLM:
             self._off_reason = f"unsupported model: {' '.join(reason.split())}"
             logger.warning("the chunk cache is off: %s", self._off_reason)
             return
+        try:
+            self._policy.check(self._engine.format.layers)
+        except ConfigError as error:
+            raise self.config.blame(error) from None
         self._off_reason = self_test(self._engine, sink, self.config.chunk_context) if self.config.self_test else None
         if self._off_reason is not None:
             self._engine = None
