@@ -53,6 +53,9 @@ class ChunkCacheConfig(BaseSettings):
     background; filled first and then used; or ordinary text and never stored."""
     background_fill_tokens: int = Field(2048, ge=1)
     """About how many tokens one step of the vLLM engine fills in the background, at least one chunk."""
+    prefix_blocks: bool = False
+    """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed, and serves it
+    to prompts that begin with the same tokens: after vLLM's own prefix cache forgot it, or in another engine."""
     self_test: bool = True
     """Whether engines compare reuse with what it has to equal when they start, and do without it if it differs."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)

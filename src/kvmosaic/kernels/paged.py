@@ -223,7 +223,8 @@ if triton is not None:
             address = tl.load(table_addresses + layer)
             table = address.to(tl.pointer_type(TABLE_DTYPE))
             pair = tl.arange(0, PAIRS_PADDED)
-            turning = live[:, None] & (pair < tl.where(address != 0, PAIRS, 0))[None, :]
+            # What stays where it was is copied bit for bit: products that cancel need not, once they are fused.
+            turning = (live & (old != new))[:, None] & (pair < tl.where(address != 0, PAIRS, 0))[None, :]
             at_old = table + old[:, None] * (2 * PAIRS) + pair[None, :]
             at_new = table + new[:, None] * (2 * PAIRS) + pair[None, :]
             old_cos = tl.load(at_old, mask=turning, other=1.0).to(tl.float32)

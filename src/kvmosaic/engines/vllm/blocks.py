@@ -14,6 +14,7 @@ from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
 from kvmosaic.core.rotation import rotate_
 from kvmosaic.engines.rotary import LayerRotary, turns_for
 from kvmosaic.engines.vllm.compat import paged_cache
+from kvmosaic.engines.vllm.packing import BlockReader
 from kvmosaic.engines.vllm.rotary import VllmTable
 from kvmosaic.engines.vllm.sparse import Row, SparseForward
 from kvmosaic.kernels.paged import Move, PagedCaches, gather, gather_reference, scatter
@@ -49,6 +50,15 @@ class RequestBlocks(ABC):
     @abstractmethod
     def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
         """Run rows, and return the KV of some parts of them."""
+
+    @property
+    @abstractmethod
+    def can_read(self) -> bool:
+        """Whether :meth:`read` works with this cache."""
+
+    @abstractmethod
+    def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
+        """The KV at positions ``start .. end-1`` of a sequence."""
 
     def fill(
         self, context: Sequence[int], chunks: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
@@ -135,39 +145,42 @@ class KernelBlocks(RequestBlocks):
         self._forward.run(rows)
         if not parts:
             return []
-        layer, caches = self._forward.layers[0], self._caches
-        size, width = caches.block_size, caches.layers[0].shape[-1]
+        size = self._caches.block_size
         # The blocks of all rows in question one after the other, as if they were one sequence.
         blocks: list[int] = []
         begins = {}
         for index in sorted({part.row for part in parts}):
             begins[index] = len(blocks) * size
             blocks += rows[index].blocks[0][: -(-rows[index].end // size)]
-        moves = [
-            Move(
-                torch.empty(
-                    layer.num_kv_heads,
-                    len(caches.layers),
-                    (part.end - part.start) * width,
-                    dtype=caches.layers[0].dtype,
-                    device=self._forward.device,
-                ),
-                part.end - part.start,
-                0,
-                begins[part.row] + part.start,
-            )
-            for part in parts
-        ]
-        gather(moves, caches, blocks)
-        return [_split(move, caches.k_dim) for move in moves]
+        moves = [self._room(begins[part.row] + part.start, part.end - part.start) for part in parts]
+        gather(moves, self._caches, blocks)
+        return [_split(move, self._caches.k_dim) for move in moves]
+
+    @property
+    def can_read(self) -> bool:
+        return True
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
+        move = self._room(start, end - start)
+        gather([move], self._caches, blocks)
+        return _split(move, self._caches.k_dim)
+
+    def _room(self, position: int, tokens: int) -> Move:
+        """Room for so many tokens of what stands at ``position``."""
+        cache = self._caches.layers[0]
+        shape = (self._forward.layers[0].num_kv_heads, len(self._caches.layers), tokens * cache.shape[-1])
+        return Move(torch.empty(shape, dtype=cache.dtype, device=self._forward.device), tokens, 0, position)
 
 
 class BackendBlocks(RequestBlocks):
     """With torch operations, the backend's own writer, and hooks that see KV before it is packed: for any backend."""
 
-    def __init__(self, forward: SparseForward, rotary: Sequence[LayerRotary | None]) -> None:
+    def __init__(
+        self, forward: SparseForward, rotary: Sequence[LayerRotary | None], reader: BlockReader | None
+    ) -> None:
         self._forward = forward
         self._rotary = rotary
+        self._reader = reader
 
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
         if not moves:
@@ -191,6 +204,14 @@ class BackendBlocks(RequestBlocks):
                     rows = k[index] if turn.columns.part == "k" else v[index]
                     rotate_(rows.transpose(0, 1), turn.turn, turn.columns)
                 forward.write(layer, k[index, keep], v[index, keep], slots)
+
+    @property
+    def can_read(self) -> bool:
+        return self._reader is not None
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
+        assert self._reader is not None
+        return self._reader.read(blocks, start, end)
 
     def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
         if not parts:

@@ -20,11 +20,12 @@ from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.blocks import KernelBlocks
 from kvmosaic.engines.vllm.compat import hash_block_size, unsupported_cache
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
-from kvmosaic.engines.vllm.loader import ANY_LENGTH, ChunkLoader
+from kvmosaic.engines.vllm.loader import ChunkLoader
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats
 from kvmosaic.engines.vllm.parameters import policy_served
 from kvmosaic.engines.vllm.ranks import Ranks
+from kvmosaic.engines.vllm.rotary import ANY_LENGTH
 from kvmosaic.engines.vllm.scheduler import ChunkScheduler
 from kvmosaic.engines.vllm.self_test import self_test
 from kvmosaic.engines.vllm.sparse import SparseForward
@@ -71,6 +72,7 @@ class ChunkConnector(KVConnectorBase_V1):
                 vllm_config.scheduler_config.max_num_batched_tokens,
                 num_layers,
                 vllm_config.model_config.max_model_len,
+                vllm_config.speculative_config is not None,
             )
 
     # --- scheduler side
@@ -141,6 +143,7 @@ class ChunkConnector(KVConnectorBase_V1):
             device_pool,
             ranks,
             model.max_model_len,
+            self._caches.num_blocks,
         )
         self.fetcher = ChunkFetcher(self.loader.cache.store)
         if self._config.self_test:
@@ -160,17 +163,20 @@ class ChunkConnector(KVConnectorBase_V1):
             tiers += f", remote {self._config.remote}" if self._config.remote else ""
             writer = "kvmosaic's kernel" if isinstance(self.loader._blocks, KernelBlocks) else "the backend's writer"
             logger.info("chunk cache on for %s: %s; chunks placed by %s", model.served_model_name, tiers, writer)
+            if self._config.prefix_blocks and not self.loader._blocks.can_read:
+                logger.warning("prefix_blocks: this attention backend's cache cannot be read back; none are stored")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork)
         if work.engine_id != self._vllm_config.kv_transfer_config.engine_id:
             raise ConfigError("two vLLM engines with a chunk cache in one process; give each a process of its own")
-        if not (work.loads or work.fetches or work.fills or work.released or work.clear):
+        if work.is_empty:
             return
         assert self.loader is not None
         assert self.fetcher is not None
         cache = self.loader.cache
+        self.loader.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
         if work.clear:
             self.loader.clear()
         for request_id in work.released:
@@ -180,6 +186,9 @@ class ChunkConnector(KVConnectorBase_V1):
         # Without metadata vLLM's per-layer hooks stay quiet while we run forwards of our own.
         self._connector_metadata = None
         try:
+            for prefix in work.prefix_loads:
+                self.loader.prefixes.load(prefix)
+                self.fetcher.release(prefix.request_id)
             if work.loads:
                 self.loader.load(work.loads)
             for load in work.loads:

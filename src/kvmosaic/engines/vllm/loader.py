@@ -18,16 +18,15 @@ from kvmosaic.engines.vllm.blender import Blender
 from kvmosaic.engines.vllm.blocks import BackendBlocks, KernelBlocks, Part, RequestBlocks
 from kvmosaic.engines.vllm.messages import ChunkFill, ChunkLoad, RankReport
 from kvmosaic.engines.vllm.metrics import ChunkStats, CountName
+from kvmosaic.engines.vllm.packing import BlockReader
+from kvmosaic.engines.vllm.prefix_loader import PrefixLoader
 from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rotary import measure_rotary
+from kvmosaic.engines.vllm.rotary import ANY_LENGTH, measure_rotary
 from kvmosaic.engines.vllm.sparse import Row, SparseForward
 from kvmosaic.engines.vllm.timing import StageTimer
 from kvmosaic.store import LookupResult, MissReason
 
 logger = logging.getLogger(__name__)
-
-ANY_LENGTH = 0
-"""vLLM's rotary tables, and so its keys, do not depend on a prompt's length."""
 
 
 class _Piece(NamedTuple):
@@ -74,12 +73,15 @@ class ChunkLoader:
         device_pool: torch.Tensor | None,
         ranks: Ranks,
         max_positions: int,
+        num_blocks: int,
     ) -> None:
         self._forward = forward
         self._ranks = ranks
         self._scratch: Sequence[Sequence[int]] = [range(1, 9) for _ in forward.block_sizes]  # block 0 is never used
         rotary = measure_rotary(forward, network, self._scratch)
-        self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary) or BackendBlocks(forward, rotary)
+        self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary) or BackendBlocks(
+            forward, rotary, BlockReader.measure(forward, num_blocks) if config.prefix_blocks else None
+        )
         self._blender = Blender(forward, rotary, ranks)
         self._fingerprint = format_fingerprint(
             columns=[layer.columns if layer else None for layer in rotary], **identity
@@ -87,6 +89,7 @@ class ChunkLoader:
         self.cache = ChunkCache(config, model, sink, parser, self, max_positions, device_pool, ranks.heads)
         self.stats = ChunkStats(rank=ranks.rank)
         self.timer = StageTimer(self.stats, forward.device)
+        self.prefixes = PrefixLoader(self.cache, self._blocks, ranks, self.timer, self.stats)
         self._counted = self.cache.store.event_counts()
         self.off_reason: str | None = None
         """Why nothing may be reused: the scheduler is told so, and hands out no work."""

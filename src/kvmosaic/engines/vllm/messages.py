@@ -59,6 +59,36 @@ class ChunkFill:
     """Room for it, per KV cache group, for this step alone."""
 
 
+@dataclass(frozen=True)
+class PrefixLoad:
+    """Exact prefix blocks to bring for one request before its next forward."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    """The request's tokens up to where they end."""
+    digests: tuple[bytes, ...]
+    """Content hash of each part, from the first token on."""
+    part: int
+    """Tokens of each part."""
+    first: int
+    """Tokens that vLLM's own prefix cache already holds."""
+    blocks: tuple[tuple[int, ...], ...]
+    """The request's block ids, per KV cache group."""
+
+
+@dataclass(frozen=True)
+class PrefixSave:
+    """Exact prefix blocks to store before this step writes anything."""
+
+    tokens: tuple[int, ...]
+    """The request's tokens up to where they end."""
+    parts: tuple[tuple[int, bytes], ...]
+    """Position and content hash of each part."""
+    part: int
+    """Tokens of each part."""
+    blocks: tuple[int, ...]
+
+
 @dataclass
 class StepWork(KVConnectorMetadata):
     """From the scheduler to every worker."""
@@ -67,10 +97,16 @@ class StepWork(KVConnectorMetadata):
     loads: list[ChunkLoad] = field(default_factory=list)
     fetches: list[ChunkFetch] = field(default_factory=list)
     fills: list[ChunkFill] = field(default_factory=list)
+    prefix_loads: list[PrefixLoad] = field(default_factory=list)
+    prefix_saves: list[PrefixSave] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Requests that no longer need what was fetched for them."""
     clear: bool = False
     """Forget all chunks first."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self == StepWork(self.engine_id)
 
 
 @dataclass(frozen=True)

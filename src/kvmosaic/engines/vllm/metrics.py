@@ -51,7 +51,9 @@ COUNTS: dict[CountName, Labelled] = {
     ),
     "fallbacks": Labelled("Requests with chunks that were served as plain vLLM, by reason.", "reason"),
     "tokens": Labelled(
-        "Prompt tokens, by where their KV came from.", "kind", ("reused", "filled", "recomputed", "fresh")
+        "Tokens whose KV was brought or stored: in chunks, computed beside them, and in exact prefix blocks.",
+        "kind",
+        ("reused", "filled", "recomputed", "fresh", "loaded", "saved"),
     ),
     "evictions": Labelled("Entries evicted to make room."),
     "write_errors": Labelled("Entries that a tier failed to store."),

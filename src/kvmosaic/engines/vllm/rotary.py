@@ -10,6 +10,9 @@ from kvmosaic.core.rotation import CosSin
 from kvmosaic.engines.rotary import LayerRotary, explain_layer
 from kvmosaic.engines.vllm.sparse import Row, SparseForward
 
+ANY_LENGTH = 0
+"""vLLM's rotary tables, and so its keys, do not depend on a prompt's length."""
+
 
 @dataclass(frozen=True)
 class VllmTable:

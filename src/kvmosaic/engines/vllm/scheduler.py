@@ -4,7 +4,7 @@ import hashlib
 import logging
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from kvmosaic.blend import policy_named
 from kvmosaic.blend.base import PROBE_TOKENS
@@ -18,12 +18,15 @@ from kvmosaic.engines.vllm.backlog import FillBacklog
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import count_cached_tokens, salt_block_hashes
 from kvmosaic.engines.vllm.cost import Line
-from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, StepReport, StepWork
+from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, PrefixLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
 from kvmosaic.engines.vllm.parameters import RequestParameters, policy_served
+from kvmosaic.engines.vllm.prefix_scheduler import PrefixScheduler
 from kvmosaic.engines.vllm.tables import BlockTables
 
 logger = logging.getLogger(__name__)
+
+Load = TypeVar("Load", ChunkLoad, PrefixLoad)
 
 PATIENCE_SECONDS = 30
 """How long a request waits for chunks in slower tiers before it is served without them."""
@@ -69,6 +72,7 @@ class ChunkScheduler:
         step_tokens: int,
         num_layers: int,
         max_positions: int,
+        has_drafts: bool,
     ) -> None:
         self._config = config
         self._parser = parser
@@ -97,6 +101,13 @@ class ChunkScheduler:
         self._off = False
         """Whether workers said, with their first step, that nothing may be reused."""
         self.stats = ChunkStats()
+        self._prefixes = (
+            PrefixScheduler(
+                self._catalog, config.chunk_hash_algorithm, block_size, ranks, PATIENCE_SECONDS, has_drafts
+            )
+            if config.prefix_blocks
+            else None
+        )
 
     def add(self, request: Any) -> None:
         """Parse a new request. From its first block with chunk tokens on, its block hashes are made its own."""
@@ -106,6 +117,8 @@ class ChunkScheduler:
             self.stats.count("fallbacks", plan)
         if not isinstance(plan, _Plan):
             self.stats.count("requests", "plain")
+            if self._prefixes is not None:
+                self._prefixes.add(request)
             return
         self._plans[request.request_id] = plan
         salt = repr((plan.ratio, plan.prompt.chunks))
@@ -119,7 +132,7 @@ class ChunkScheduler:
         chunks are on their way from slower tiers, so that other requests go on meanwhile."""
         plan = self._plans.get(request.request_id)
         if plan is None:
-            return 0
+            return self._prefixes.matched(request, num_local, self._work) if self._prefixes else 0
         external = max(0, plan.prompt.question.start - num_local)
         if external == 0:
             return 0
@@ -155,6 +168,8 @@ class ChunkScheduler:
         """The request got its blocks: have it loaded in the coming step."""
         plan = self._plans.get(request.request_id)
         if plan is None:
+            if self._prefixes is not None:
+                self._prefixes.allocated(request, blocks, num_external, self._work)
             return
         local = plan.prompt.question.start - num_external
         self._account(request, plan, local)
@@ -192,10 +207,13 @@ class ChunkScheduler:
         if self._borrowed:  # whoever gets them next writes them in a later step
             self.pool.free_blocks(self._borrowed)
         self._borrowed, self._tokens_in_step = [], 0
+        if self._prefixes is not None:
+            self._work.prefix_saves = self._prefixes.due(step, self._tables)
         work, self._work = self._work, StepWork(self._engine_id)
-        if work.loads:
+        if work.loads or work.prefix_loads:
             unwritten = self._tables.written_by(step)
             work.loads = [self._start_before(unwritten, load) for load in work.loads]
+            work.prefix_loads = [self._start_before(unwritten, load) for load in work.prefix_loads]
         return work
 
     def _cost(self, plan: _Plan, local: int) -> int:
@@ -240,7 +258,7 @@ class ChunkScheduler:
         """Tokens that a chunk takes together with what it is computed after."""
         return len(self._context(prompt)) + len(chunk)
 
-    def _start_before(self, unwritten: set[int], load: ChunkLoad) -> ChunkLoad:
+    def _start_before(self, unwritten: set[int], load: Load) -> Load:
         """The load, made to compute also what vLLM's prefix cache has in name only until this step's forward."""
         known = load.blocks[0][: load.first // self._block_size]
         written = next((index for index, block in enumerate(known) if block in unwritten), len(known))
@@ -250,6 +268,8 @@ class ChunkScheduler:
         """Have the workers forget all chunks."""
         self._catalog.clear()
         self._backlog.clear()
+        if self._prefixes is not None:
+            self._prefixes.clear()
         self._work.clear = True
 
     def update(self, report: StepReport) -> None:
@@ -259,6 +279,8 @@ class ChunkScheduler:
             self._off |= rank.off
             self._costs[rank.rank] = rank.costs
             for request_id in rank.fetched:
+                if self._prefixes is not None:
+                    self._prefixes.fetched(rank.rank, request_id)
                 plan = self._plans.get(request_id)
                 if plan is not None and plan.waiting_for:
                     plan.waiting_for.discard(rank.rank)
@@ -268,6 +290,8 @@ class ChunkScheduler:
         plan = self._plans.pop(request.request_id, None)
         if plan is not None and plan.waiting_for is not None:
             self._work.released.append(request.request_id)
+        if self._prefixes is not None:
+            self._prefixes.finished(request, self._tables, self._work)
         fallback = self._fallbacks.pop(request.request_id, None)
         if (request.kv_transfer_params or {}).get("report") is not True:
             return None

@@ -26,6 +26,18 @@ class BlockTables:
             if blocks is not None:
                 self._tables.setdefault(request_id, []).extend(blocks[0])
 
+    def blocks(self, request_id: str) -> list[int]:
+        """The blocks of a request, as of the latest step."""
+        return self._tables.get(request_id, [])
+
+    @staticmethod
+    def running_before(step: Any) -> dict[str, int]:
+        """How many tokens of each request that goes on in ``step`` earlier steps computed. Requests that begin or
+        come back may hold blocks that are only going to be written."""
+        cached = step.scheduled_cached_reqs
+        computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return {request_id: count for request_id, count in computed if request_id not in cached.resumed_req_ids}
+
     def written_by(self, step: Any) -> set[int]:
         """The blocks that the forward of ``step`` writes to."""
         cached = step.scheduled_cached_reqs

@@ -1,0 +1,164 @@
+"""Scheduler side of exact prefix blocks: which parts of plain requests to load from the store, which to save to it.
+
+A part is an entry like a chunk's, with the whole prompt before it as its context: KV that vLLM itself computed, kept
+where it was. Requests with blended chunks have none of their own; their KV is an approximation."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmosaic.core.key import content_hash
+from kvmosaic.engines.vllm.catalog import ChunkCatalog
+from kvmosaic.engines.vllm.messages import ChunkFetch, PrefixLoad, PrefixSave, StepWork
+from kvmosaic.engines.vllm.tables import BlockTables
+
+PART_TOKENS = 256
+"""About how many tokens are one entry: enough to move well, few enough that little of a prompt is left over."""
+
+
+@dataclass
+class _Exact:
+    """A request all of whose KV is what vLLM computes."""
+
+    request: Any
+    digests: list[bytes] = field(default_factory=list)
+    """Content hash of each part so far."""
+    saved: int = 0
+    """Parts that are in the store or on their way there."""
+    end: int = 0
+    """Where what the store has of it ends, as vLLM was told last."""
+    waiting_for: set[int] | None = None
+    """Ranks that have yet to fetch; ``None`` before anybody was asked to."""
+    deadline: float = 0.0
+    """When to stop waiting; 0 before it waits."""
+
+
+class PrefixScheduler:
+    """Plans loads and saves of exact prefix blocks."""
+
+    def __init__(
+        self, catalog: ChunkCatalog, algorithm: str, block_size: int, ranks: int, patience: float, drafts: bool
+    ) -> None:
+        self._catalog = catalog
+        self._algorithm = algorithm
+        self.part = -(-PART_TOKENS // block_size) * block_size
+        self._ranks = ranks
+        self._patience = patience
+        self._drafts = drafts
+        """Whether tokens are computed that may turn out never to have been said."""
+        self._requests: dict[str, _Exact] = {}
+        self._finished: list[PrefixSave] = []
+
+    def add(self, request: Any) -> None:
+        """A request whose KV will be exact. One with an adapter, embeddings, images or a salt has prompts that its
+        token ids do not tell apart."""
+        plain = not (request.lora_request or request.prompt_embeds is not None or request.mm_features)
+        if plain and request.prompt_token_ids and request.pooling_params is None and request.cache_salt is None:
+            self._requests[request.request_id] = _Exact(request)
+
+    def matched(self, request: Any, num_local: int, work: StepWork) -> int | None:
+        """Tokens after the first ``num_local`` that the store has; ``None`` while they are on their way from slower
+        tiers."""
+        exact = self._requests.get(request.request_id)
+        if exact is None or request.skip_reading_prefix_cache:
+            return 0
+        exact.deadline = exact.deadline or time.monotonic() + self._patience
+        if exact.waiting_for is None and self._catalog.complete:
+            parts = range(num_local // self.part, self._stored_until(exact, num_local) // self.part)
+            slow = [exact.digests[index] for index in parts if not self._is_near(exact.digests[index])]
+            exact.waiting_for = set(range(self._ranks)) if slow else set()
+            if slow:
+                work.fetches.append(ChunkFetch(request.request_id, tuple((digest, self.part) for digest in slow)))
+        if exact.waiting_for is None or exact.waiting_for:
+            return None if time.monotonic() < exact.deadline else 0
+        exact.end = self._stored_until(exact, num_local)
+        return max(0, exact.end - num_local)
+
+    def allocated(self, request: Any, blocks: Any, num_external: int, work: StepWork) -> None:
+        """The request got its blocks: have loaded in the coming step what vLLM was told there is."""
+        exact = self._requests.get(request.request_id)
+        if exact is None:
+            return
+        if num_external:
+            count = exact.end // self.part
+            exact.saved = max(exact.saved, count)
+            load = PrefixLoad(
+                request.request_id,
+                tuple(request.all_token_ids[: exact.end]),
+                tuple(exact.digests[:count]),
+                self.part,
+                exact.end - num_external,
+                tuple(tuple(group) for group in blocks.get_block_ids()),
+            )
+            work.prefix_loads.append(load)
+        elif exact.waiting_for is not None:
+            work.released.append(request.request_id)
+        exact.waiting_for, exact.deadline = None, 0.0  # if it is preempted and comes back, it asks anew
+
+    def due(self, step: Any, tables: BlockTables) -> list[PrefixSave]:
+        """What requests computed in earlier steps, and nobody stored yet."""
+        saves, self._finished = self._finished, []
+        for request_id, computed in tables.running_before(step).items():
+            exact = self._requests.get(request_id)
+            if exact is not None:
+                saves += self._complete(exact, computed, tables.blocks(request_id))
+        return saves
+
+    def fetched(self, rank: int, request_id: str) -> None:
+        """A rank has brought what a request waits for, or could not."""
+        exact = self._requests.get(request_id)
+        if exact is not None and exact.waiting_for:
+            exact.waiting_for.discard(rank)
+
+    def finished(self, request: Any, tables: BlockTables, work: StepWork) -> None:
+        """The request is over. Its blocks are free, but nobody writes to them before the next step, which saves them
+        first."""
+        exact = self._requests.pop(request.request_id, None)
+        if exact is None:
+            return
+        if exact.waiting_for is not None:
+            work.released.append(request.request_id)
+        self._finished += self._complete(exact, request.num_computed_tokens, tables.blocks(request.request_id))
+
+    def clear(self) -> None:
+        """The workers forget everything; what runs is saved anew."""
+        self._finished.clear()
+        for exact in self._requests.values():
+            exact.saved = 0
+
+    def _stored_until(self, exact: _Exact, num_local: int) -> int:
+        """How far the store has the request's tokens without a gap, leaving at least one to compute."""
+        index = num_local // self.part
+        while (index + 1) * self.part < exact.request.num_tokens and self._has(self._digest(exact, index)):
+            index += 1
+        return index * self.part
+
+    def _complete(self, exact: _Exact, computed: int, blocks: Sequence[int]) -> list[PrefixSave]:
+        """What is to be saved of the first ``computed`` tokens, in one message for all parts."""
+        tokens = exact.request.all_token_ids
+        limit = exact.request.num_prompt_tokens if self._drafts else len(tokens)
+        ready = min(computed, limit) // self.part
+        parts = [(index * self.part, self._digest(exact, index)) for index in range(exact.saved, ready)]
+        exact.saved = max(exact.saved, ready)
+        missing = tuple(part for part in parts if not self._has(part[1]))
+        if not missing:
+            return []
+        end = missing[-1][0] + self.part
+        return [PrefixSave(tuple(tokens[:end]), missing, self.part, tuple(blocks))]
+
+    def _digest(self, exact: _Exact, index: int) -> bytes:
+        """Content hash of a part."""
+        tokens = exact.request.all_token_ids
+        while len(exact.digests) <= index:
+            start = len(exact.digests) * self.part
+            part = tuple(tokens[start : start + self.part])
+            exact.digests.append(content_hash(part, tuple(tokens[:start]), self._algorithm))
+        return exact.digests[index]
+
+    def _has(self, digest: bytes) -> bool:
+        return self._catalog.tier(digest) is not None
+
+    def _is_near(self, digest: bytes) -> bool:
+        tier = self._catalog.tier(digest)
+        return tier is not None and self._catalog.is_fastest(tier)
