@@ -73,11 +73,15 @@ class ChunkStorageManager:
     def fetch(self, keys: Iterable[ChunkKey]) -> None:
         """Bring entries from slower tiers to the fastest one, as far as it has room. Made to be called from a thread
         of its own, ahead of a lookup, which then reports the tier that had them."""
-        for key in keys:
+        wanted = list(keys)
+        absent = self._stack.absent(wanted)
+        for key in wanted:
             clears = self._stack.clears
             if self._stack.size(0, key) is not None:
                 continue
             for level, tier in enumerate(self._stack.tiers[1:], start=1):
+                if (level, key) in absent:
+                    continue
                 entry, _ = self._stack.read(level, key)
                 if entry is not None:
                     # Pinned first: the promotion holds the lock, and only from pinned memory a copy is just queued.

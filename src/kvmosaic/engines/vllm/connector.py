@@ -200,7 +200,9 @@ class ChunkConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> StepReport | None:
         assert self.loader is not None
         assert self.fetcher is not None
-        changes, fetched = self.loader.cache.take_changes(ANY_LENGTH), self.fetcher.take_finished()
+        # In this order: whoever hears that a fetch is over has to hear of what it brought.
+        fetched = self.fetcher.take_finished()
+        changes = self.loader.cache.take_changes(ANY_LENGTH)
         if self._has_reported and not changes and not fetched:
             return None
         self._has_reported = True

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.messages import ChunkFetch, PrefixLoad, PrefixSave, StepWork
@@ -38,10 +39,17 @@ class PrefixScheduler:
     """Plans loads and saves of exact prefix blocks."""
 
     def __init__(
-        self, catalog: ChunkCatalog, algorithm: str, block_size: int, ranks: int, patience: float, drafts: bool
+        self,
+        config: ChunkCacheConfig,
+        catalog: ChunkCatalog,
+        block_size: int,
+        ranks: int,
+        patience: float,
+        drafts: bool,
     ) -> None:
         self._catalog = catalog
-        self._algorithm = algorithm
+        self._algorithm = config.chunk_hash_algorithm
+        self._is_pool_shared = config.remote is not None
         self.part = -(-PART_TOKENS // block_size) * block_size
         self._ranks = ranks
         self._patience = patience
@@ -65,8 +73,10 @@ class PrefixScheduler:
             return 0
         exact.deadline = exact.deadline or time.monotonic() + self._patience
         if exact.waiting_for is None and self._catalog.complete:
-            parts = range(num_local // self.part, self._stored_until(exact, num_local) // self.part)
-            slow = [exact.digests[index] for index in parts if not self._is_near(exact.digests[index])]
+            # Other engines may have stored in the meantime what this one never heard of.
+            end = request.num_tokens - 1 if self._is_pool_shared else self._stored_until(exact, num_local)
+            digests = [self._digest(exact, index) for index in range(num_local // self.part, end // self.part)]
+            slow = [digest for digest in digests if not self._is_near(digest)]
             exact.waiting_for = set(range(self._ranks)) if slow else set()
             if slow:
                 work.fetches.append(ChunkFetch(request.request_id, tuple((digest, self.part) for digest in slow)))

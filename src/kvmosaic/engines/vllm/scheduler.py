@@ -43,6 +43,8 @@ class _Plan:
     """Content hash of each chunk."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
     """Chunks that came from slower tiers."""
+    asked_for: list[bytes] = field(default_factory=list)
+    """Chunks that nobody here knows and the remote tier was asked for."""
     predicted: float | None = None
     """Seconds that bringing its chunks will take, where that was asked and costs were measured."""
     waiting_for: set[int] | None = None
@@ -102,9 +104,7 @@ class ChunkScheduler:
         """Whether workers said, with their first step, that nothing may be reused."""
         self.stats = ChunkStats()
         self._prefixes = (
-            PrefixScheduler(
-                self._catalog, config.chunk_hash_algorithm, block_size, ranks, PATIENCE_SECONDS, has_drafts
-            )
+            PrefixScheduler(config, self._catalog, block_size, ranks, PATIENCE_SECONDS, has_drafts)
             if config.prefix_blocks
             else None
         )
@@ -140,18 +140,28 @@ class ChunkScheduler:
             self._serve_plainly(request, "self-test")
             return 0
         if plan.waiting_for is None and self._catalog.complete:
-            if not self._is_worth_it(request, plan, num_local):
+            lengths = dict(zip(plan.digests, map(len, plan.prompt.chunks), strict=True))
+            tiers = {
+                digest: self._catalog.tier(digest)
+                for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)
+                if span.end > num_local
+            }
+            # Other engines may have stored in the meantime what this one never heard of.
+            plan.asked_for = [digest for digest, tier in tiers.items() if tier is None and self._config.remote]
+            if not plan.asked_for and not self._is_worth_it(request, plan, num_local):
                 return 0
-            slow: dict[bytes, int] = {}
-            for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
-                tier = self._catalog.tier(digest)
-                if span.end > num_local and tier is not None and not self._catalog.is_fastest(tier):
-                    slow[digest] = len(span)
-                    plan.fetched_from[digest] = tier
-            plan.waiting_for = set(range(self._ranks)) if slow else set()
-            if slow:
-                self._work.fetches.append(ChunkFetch(request.request_id, tuple(slow.items())))
+            slow = {digest: tier for digest, tier in tiers.items() if tier and not self._catalog.is_fastest(tier)}
+            plan.fetched_from |= slow
+            wanted = [*slow, *plan.asked_for]
+            plan.waiting_for = set(range(self._ranks)) if wanted else set()
+            if wanted:
+                chunks = tuple((digest, lengths[digest]) for digest in wanted)
+                self._work.fetches.append(ChunkFetch(request.request_id, chunks))
         if plan.waiting_for is not None and not plan.waiting_for:
+            plan.fetched_from |= {digest: "remote" for digest in plan.asked_for if self._catalog.tier(digest)}
+            if plan.asked_for and not self._is_worth_it(request, plan, num_local):
+                self._work.released.append(request.request_id)
+                return 0
             if self._tokens_in_step and self._tokens_in_step + self._cost(plan, num_local) > self._step_tokens:
                 return None  # the next step has room: others' decoding must not wait for many blends at once
             return external  # it may still have to wait for blocks, which is nobody's fault
