@@ -75,14 +75,14 @@ def test_a_yaml_file_that_is_no_mapping(monkeypatch, tmp_path, text):
 
 
 def test_urls_of_remote_tiers():
-    assert RemoteUrl.parse("valkey://host") == ("valkey", "host", 6379, 0, 0)
-    assert RemoteUrl.parse("redis://10.0.0.1:1234/7") == ("valkey", "10.0.0.1", 1234, 7, 0)
-    assert RemoteUrl.parse("valkey://[::1]:99") == ("valkey", "::1", 99, 0, 0)
-    assert RemoteUrl.parse("mooncake://host?metrics_port=5") == ("mooncake", "host", 50051, 0, 5)
+    assert RemoteUrl.parse("valkey://host") == ("valkey", "host", 6379, 0, 0, None, False)
+    assert RemoteUrl.parse("redis://me@10.0.0.1:1234/7") == ("valkey", "10.0.0.1", 1234, 7, 0, "me", False)
+    assert RemoteUrl.parse("valkeys://[::1]:99") == ("valkey", "::1", 99, 0, 0, None, True)
+    assert RemoteUrl.parse("mooncake://host?metrics_port=5") == ("mooncake", "host", 50051, 0, 5, None, False)
     assert load_config(remote="mooncake://host:1").remote == "mooncake://host:1"
 
 
 def test_a_password_in_a_url_is_not_repeated():
-    with pytest.raises(ConfigError, match="users and passwords are not supported") as error:
+    with pytest.raises(ConfigError, match="KVMOSAIC_REMOTE_PASSWORD") as error:
         load_config(remote="valkey://user:secret@host")
     assert "secret" not in str(error.value)

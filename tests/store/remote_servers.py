@@ -83,15 +83,19 @@ class Valkey:
 
     kind = "valkey"
 
-    def __init__(self, folder: Path, persistent: bool = False) -> None:
+    def __init__(self, folder: Path, persistent: bool = False, tls: bool = False, **more: str) -> None:
+        """``more`` are options of the server, with underscores for hyphens."""
         program = shutil.which("valkey-server") or shutil.which("redis-server")
         if program is None:
             missing("there is no valkey-server or redis-server")
         assert program is not None
         self.port = free_port()
-        self.url = f"valkey://127.0.0.1:{self.port}"
+        self.url = f"valkey{'s' if tls else ''}://127.0.0.1:{self.port}"
         options = {"port": self.port, "bind": "127.0.0.1", "save": "", "appendonly": "yes" if persistent else "no"}
-        command = [program, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+        options |= {"port": 0, "tls-port": self.port} if tls else {}
+        options |= {name.replace("_", "-"): value for name, value in more.items()}
+        words = [(f"--{name}", *(str(value).split() or [""])) for name, value in options.items()]
+        command = [program, *(part for line in words for part in line)]
         self.server = Process([*command, "--appendfsync", "always", "--logfile", "server.log"], folder, self.port)
 
     def kill(self) -> None:

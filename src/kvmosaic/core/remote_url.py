@@ -1,9 +1,12 @@
-"""Where a remote tier is: ``valkey://host:port/database`` or ``mooncake://master:port``."""
+"""Where a remote tier is: ``valkey://user@host:port/database``, ``valkeys://…`` over TLS, or ``mooncake://master:port``."""
 
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-DEFAULT_PORTS = {"valkey": 6379, "redis": 6379, "mooncake": 50051}
+DEFAULT_PORTS = {"valkey": 6379, "redis": 6379, "valkeys": 6379, "rediss": 6379, "mooncake": 50051}
+WITH_TLS = ("valkeys", "rediss")
+PASSWORD_VARIABLE = "KVMOSAIC_REMOTE_PASSWORD"
+"""Passwords come from the environment alone: vLLM logs its whole configuration, and process lists show arguments."""
 DEFAULT_METRICS_PORT = 9003
 EXAMPLES = "valkey://host:6379/0, redis://host:6379/0 or mooncake://host:50051"
 
@@ -19,6 +22,10 @@ class RemoteUrl(NamedTuple):
     """Number of the Valkey database."""
     metrics_port: int = DEFAULT_METRICS_PORT
     """Where Mooncake's master lists its keys, over HTTP."""
+    user: str | None = None
+    """Who a Valkey server is told we are; ``None`` for its default user."""
+    tls: bool = False
+    """Whether to speak TLS, with the certificate authorities that this machine trusts."""
 
     @classmethod
     def parse(cls, text: str) -> "RemoteUrl":
@@ -26,9 +33,11 @@ class RemoteUrl(NamedTuple):
         parts = urlsplit(text)
         if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
             raise ValueError(f"not the URL of a remote store; write {EXAMPLES}")
-        if parts.username is not None or parts.password is not None or parts.fragment:
-            raise ValueError("only host, port and database may be given; users and passwords are not supported")
         kind = "mooncake" if parts.scheme == "mooncake" else "valkey"
+        if parts.password is not None:
+            raise ValueError(f"a password does not belong in a URL; set {PASSWORD_VARIABLE}")
+        if parts.fragment or (parts.username is not None and kind == "mooncake"):
+            raise ValueError("only host and port may be given, and for Valkey a user and a database")
         path, options = parts.path.strip("/"), parse_qs(parts.query, keep_blank_values=True)
         metrics = options.pop("metrics_port", [str(DEFAULT_METRICS_PORT)]) if kind == "mooncake" else ["0"]
         if options or (path and kind == "mooncake"):
@@ -37,4 +46,5 @@ class RemoteUrl(NamedTuple):
         if not (path or "0").isdecimal() or not metrics[-1].isdecimal():
             raise ValueError("databases and ports are numbers")
         port = parts.port or DEFAULT_PORTS[parts.scheme]  # urllib says in one line when it is no port
-        return cls(kind, parts.hostname, port, int(path or 0), int(metrics[-1]))
+        tls = parts.scheme in WITH_TLS
+        return cls(kind, parts.hostname, port, int(path or 0), int(metrics[-1]), parts.username or None, tls)

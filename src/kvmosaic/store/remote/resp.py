@@ -5,9 +5,12 @@ speed, only its optional parser in C reads them as fast. A pipeline of 2,048 loo
 4 to 10 ms.
 """
 
+import os
 import socket
+import ssl
 from collections.abc import Callable, Iterable, Sequence
 
+from kvmosaic.core.remote_url import PASSWORD_VARIABLE, RemoteUrl
 from kvmosaic.store.remote.base import ABSENT, Bytes, RefusedError, Value
 
 REFUSALS = ("OOM", "WRONGTYPE")
@@ -21,15 +24,25 @@ Reply = int | bytes | RefusedError | list["Reply"] | None
 class Connection:
     """Sends commands and reads their replies, in order. Not thread-safe, and of no use after any ``OSError``."""
 
-    def __init__(self, host: str, port: int, database: int, patience_s: float) -> None:
+    def __init__(self, url: RemoteUrl, patience_s: float) -> None:
         """``patience_s`` is how long the server may be silent, in seconds."""
-        self._socket = socket.create_connection((host, port), patience_s)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._received = b""
-        self._at = 0
-        if database:
-            self.send([("SELECT", str(database))])
-            self.reply()
+        self._socket = socket.create_connection((url.host, url.port), patience_s)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if url.tls:
+                self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=url.host)
+            self._received = b""
+            self._at = 0
+            password = os.environ.get(PASSWORD_VARIABLE)
+            if password is not None:
+                self.send([("AUTH", *([url.user] if url.user else []), password)])
+                self.reply()
+            if url.database:
+                self.send([("SELECT", str(url.database))])
+                self.reply()
+        except BaseException:
+            self._socket.close()
+            raise
 
     def send(self, commands: Iterable[Sequence[str | Value]]) -> None:
         """Send commands back to back; values are not copied."""

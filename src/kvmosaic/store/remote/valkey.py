@@ -88,8 +88,7 @@ class ValkeyClient(RemoteClient):
                 raise
             except ConnectionError:
                 self.close()  # the other idle ones are no better
-        url = self._url
-        return self._finish(Connection(url.host, url.port, url.database, self._patience_s), action)
+        return self._finish(Connection(self._url, self._patience_s), action)
 
     def _finish(self, connection: Connection, action: Callable[[Connection], T]) -> T:
         try:
