@@ -139,24 +139,8 @@ class ChunkScheduler:
         if self._off:
             self._serve_plainly(request, "self-test")
             return 0
-        if plan.waiting_for is None and self._catalog.complete:
-            lengths = dict(zip(plan.digests, map(len, plan.prompt.chunks), strict=True))
-            tiers = {
-                digest: self._catalog.tier(digest)
-                for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)
-                if span.end > num_local
-            }
-            # Other engines may have stored in the meantime what this one never heard of.
-            plan.asked_for = [digest for digest, tier in tiers.items() if tier is None and self._config.remote]
-            if not plan.asked_for and not self._is_worth_it(request, plan, num_local):
-                return 0
-            slow = {digest: tier for digest, tier in tiers.items() if tier and not self._catalog.is_fastest(tier)}
-            plan.fetched_from |= slow
-            wanted = [*slow, *plan.asked_for]
-            plan.waiting_for = set(range(self._ranks)) if wanted else set()
-            if wanted:
-                chunks = tuple((digest, lengths[digest]) for digest in wanted)
-                self._work.fetches.append(ChunkFetch(request.request_id, chunks))
+        if plan.waiting_for is None and self._catalog.complete and not self._fetch(request, plan, num_local):
+            return 0
         if plan.waiting_for is not None and not plan.waiting_for:
             plan.fetched_from |= {digest: "remote" for digest in plan.asked_for if self._catalog.tier(digest)}
             if plan.asked_for and not self._is_worth_it(request, plan, num_local):
@@ -173,6 +157,26 @@ class ChunkScheduler:
         self._work.released.append(request.request_id)
         self._serve_plainly(request, "slow-tier")
         return 0
+
+    def _fetch(self, request: Any, plan: _Plan, local: int) -> bool:
+        """Have chunks fetched that are in slower tiers, or may be. ``False`` if the request is served plainly."""
+        lengths = dict(zip(plan.digests, map(len, plan.prompt.chunks), strict=True))
+        tiers = {
+            digest: self._catalog.tier(digest)
+            for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True)
+            if span.end > local
+        }
+        # Other engines may have stored in the meantime what this one never heard of.
+        plan.asked_for = [digest for digest, tier in tiers.items() if tier is None and self._config.remote]
+        if not plan.asked_for and not self._is_worth_it(request, plan, local):
+            return False
+        slow = {digest: tier for digest, tier in tiers.items() if tier and not self._catalog.is_fastest(tier)}
+        plan.fetched_from |= slow
+        wanted = tuple((digest, lengths[digest]) for digest in (*slow, *plan.asked_for))
+        plan.waiting_for = set(range(self._ranks)) if wanted else set()
+        if wanted:
+            self._work.fetches.append(ChunkFetch(request.request_id, wanted))
+        return True
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """The request got its blocks: have it loaded in the coming step."""
