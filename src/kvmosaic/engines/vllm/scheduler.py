@@ -1,16 +1,12 @@
 """Scheduler side: which requests have chunks, what to wait for, how many tokens the worker brings."""
 
-import hashlib
 import logging
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
-from kvmosaic.blend import policy_named
 from kvmosaic.blend.base import PROBE_TOKENS
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.errors import KvmosaicError
-from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.results import ChunkReport
@@ -20,7 +16,7 @@ from kvmosaic.engines.vllm.compat import count_cached_tokens, salt_block_hashes
 from kvmosaic.engines.vllm.cost import Line
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, PrefixLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
-from kvmosaic.engines.vllm.parameters import RequestParameters, policy_served
+from kvmosaic.engines.vllm.planner import Plan, Planner
 from kvmosaic.engines.vllm.prefix_scheduler import PrefixScheduler
 from kvmosaic.engines.vllm.tables import BlockTables
 
@@ -30,33 +26,6 @@ Load = TypeVar("Load", ChunkLoad, PrefixLoad)
 
 PATIENCE_SECONDS = 30
 """How long a request waits for chunks in slower tiers before it is served without them."""
-
-
-@dataclass
-class _Plan:
-    """A request with chunks, while it waits or runs."""
-
-    prompt: ChunkedPrompt
-    ratio: float
-    policy: str
-    digests: tuple[bytes, ...]
-    """Content hash of each chunk."""
-    fetched_from: dict[bytes, str] = field(default_factory=dict)
-    """Chunks that came from slower tiers."""
-    asked_for: list[bytes] = field(default_factory=list)
-    """Chunks that nobody here knows and the remote tier was asked for."""
-    predicted: float | None = None
-    """Seconds that bringing its chunks will take, where that was asked and costs were measured."""
-    waiting_for: set[int] | None = None
-    """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
-    deadline: float | None = None
-    """When to stop waiting."""
-    report: dict[str, Any] = field(default_factory=dict)
-
-
-def _is_probed(plan: _Plan) -> bool:
-    """Whether choosing what is recomputed takes a look at the prompt's KV."""
-    return 0 < plan.ratio < 1 and policy_named(plan.policy).reads_content
 
 
 class ChunkScheduler:
@@ -77,20 +46,18 @@ class ChunkScheduler:
         has_drafts: bool,
     ) -> None:
         self._config = config
-        self._parser = parser
-        self._sink = sink
+        self._planner = Planner(config, parser, sink, num_layers)
         self._block_size = block_size
         self._hash_block_size = hash_block_size
         self._tables = BlockTables(block_size)
         self._ranks = ranks
         self._catalog = ChunkCatalog(ranks)
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[str, Plan] = {}
         self._fallbacks: dict[str, str] = {}
         """Why requests with chunks are served plainly, while they run."""
         self._engine_id = engine_id
         self._work = StepWork(engine_id)
         self._step_tokens = step_tokens
-        self._num_layers = num_layers
         self._max_positions = max_positions
         self._tokens_in_step = 0
         """About how many tokens the coming step computes for chunks, beside vLLM's own."""
@@ -111,21 +78,19 @@ class ChunkScheduler:
 
     def add(self, request: Any) -> None:
         """Parse a new request. From its first block with chunk tokens on, its block hashes are made its own."""
-        plan = self._plan(request)
+        plan = self._planner.plan(request)
+        if isinstance(plan, Plan) and self._off:
+            plan = "self-test"
         if isinstance(plan, str):
             self._fallbacks[request.request_id] = plan
             self.stats.count("fallbacks", plan)
-        if not isinstance(plan, _Plan):
+        if not isinstance(plan, Plan):
             self.stats.count("requests", "plain")
             if self._prefixes is not None:
                 self._prefixes.add(request)
             return
         self._plans[request.request_id] = plan
-        salt = repr((plan.ratio, plan.prompt.chunks))
-        if 0 < plan.ratio < 1:
-            # What is recomputed depends on the policy and, with most, on all of the prompt.
-            salt += repr((plan.policy, plan.prompt.token_ids if policy_named(plan.policy).reads_content else None))
-        salt_block_hashes(request, plan.prompt.chunks[0].start // self._hash_block_size, salt.encode())
+        salt_block_hashes(request, plan.prompt.chunks[0].start // self._hash_block_size, plan.salt())
 
     def matched_tokens(self, request: Any, num_local: int) -> int | None:
         """Tokens after the first ``num_local`` that the worker brings: everything up to the question. ``None`` while
@@ -158,7 +123,7 @@ class ChunkScheduler:
         self._serve_plainly(request, "slow-tier")
         return 0
 
-    def _fetch(self, request: Any, plan: _Plan, local: int) -> bool:
+    def _fetch(self, request: Any, plan: Plan, local: int) -> bool:
         """Have chunks fetched that are in slower tiers, or may be. ``False`` if the request is served plainly."""
         lengths = dict(zip(plan.digests, map(len, plan.prompt.chunks), strict=True))
         tiers = {
@@ -230,7 +195,7 @@ class ChunkScheduler:
             work.prefix_loads = [self._start_before(unwritten, load) for load in work.prefix_loads]
         return work
 
-    def _cost(self, plan: _Plan, local: int) -> int:
+    def _cost(self, plan: Plan, local: int) -> int:
         """About how many tokens are computed to bring what follows the first ``local`` tokens."""
         missing = blended = 0
         fills = self._config.miss_policy == "fill-first"
@@ -239,14 +204,14 @@ class ChunkScheduler:
             is_missing = self._catalog.tier(digest) is None
             missing += tokens if is_missing else 0
             blended += tokens if not is_missing or fills else 0
-        context = len(self._context(plan.prompt)) if missing and fills else 0
+        context = len(self._planner.context(plan.prompt)) if missing and fills else 0
         return max(0, plan.prompt.system.end - local) + context + missing + int(plan.ratio * blended)
 
-    def _borrow(self, plan: _Plan, local: int, owned: int) -> tuple[int, ...]:
+    def _borrow(self, plan: Plan, local: int, owned: int) -> tuple[int, ...]:
         """Blocks for what the ``owned`` ones have no room for: the part of the question that is probed, where the
         step does not compute all of it itself; and, behind its context, the longest chunk that is filled first."""
         probed = filled = 0
-        if _is_probed(plan):
+        if plan.is_probed:
             question = plan.prompt.question
             probed = self._blocks_for(min(question.end, question.start + PROBE_TOKENS)) - owned
         if self._config.miss_policy == "fill-first":
@@ -270,7 +235,7 @@ class ChunkScheduler:
 
     def _filled_length(self, prompt: ChunkedPrompt, chunk: Span) -> int:
         """Tokens that a chunk takes together with what it is computed after."""
-        return len(self._context(prompt)) + len(chunk)
+        return len(self._planner.context(prompt)) + len(chunk)
 
     def _start_before(self, unwritten: set[int], load: Load) -> Load:
         """The load, made to compute also what vLLM's prefix cache has in name only until this step's forward."""
@@ -318,7 +283,7 @@ class ChunkScheduler:
         self.stats.count("fallbacks", reason)
         self.stats.count("requests", "plain")
 
-    def _is_worth_it(self, request: Any, plan: _Plan, local: int) -> bool:
+    def _is_worth_it(self, request: Any, plan: Plan, local: int) -> bool:
         """Whether reusing what there is will be faster than a plain prefill; if not, the request gets one. Missing
         chunks are noted, to be filled in the background."""
         if self._config.miss_policy == "fill-first":
@@ -327,12 +292,12 @@ class ChunkScheduler:
             for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
                 fits = self._filled_length(plan.prompt, span) <= self._max_positions
                 if fits and self._catalog.tier(digest) is None:
-                    self._backlog.add(digest, plan.prompt.tokens_of(span), self._context(plan.prompt))
+                    self._backlog.add(digest, plan.prompt.tokens_of(span), self._planner.context(plan.prompt))
         ahead = plan.prompt.question.start - local
         computed = self._cost(plan, local)
         if all({"blend", "remap"} <= costs.keys() for costs in self._costs.values()):
             plan.predicted = self._seconds("blend", computed) + self._seconds("remap", ahead - computed)
-            if _is_probed(plan) and all("probe" in costs for costs in self._costs.values()):
+            if plan.is_probed and all("probe" in costs for costs in self._costs.values()):
                 plan.predicted += self._seconds("probe", ahead)
             is_faster = plan.predicted < self._seconds("blend", ahead)
         else:  # nothing was measured yet
@@ -345,49 +310,7 @@ class ChunkScheduler:
         """What a stage takes on the slowest rank."""
         return max(costs[stage].seconds(tokens) for costs in self._costs.values())
 
-    def _context(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
-        """What the chunks of a prompt are computed after."""
-        return prompt.tokens_of(prompt.system) if self._config.chunk_context == "system" else self._sink
-
-    def _plan(self, request: Any) -> _Plan | str | None:
-        """A plan for a request with chunks, the reason why it gets none, or ``None`` when it has no chunks."""
-        if not request.prompt_token_ids:
-            return None
-        try:
-            params = RequestParameters.of(request)
-            if not params.chunk_cache:
-                return None
-            prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
-            ratio = self._config.recompute_ratio if params.recompute_ratio is None else float(params.recompute_ratio)
-            policy = self._config.policy if params.policy is None else params.policy
-            policy_served(policy, self._num_layers)
-        except KvmosaicError as error:
-            logger.warning("request %s is served without the chunk cache: %s", request.request_id, error)
-            return "bad-parameters"
-        if not prompt.chunks:
-            return None
-        if self._off:
-            return "self-test"
-        if request.lora_request is not None:
-            return "lora"  # KV would depend on the adapter
-        if request.prompt_embeds is not None:
-            return "prompt-embeds"
-        if request.mm_features:
-            return "multimodal"  # image tokens say nothing about the image
-        if request.pooling_params is not None or request.skip_reading_prefix_cache:
-            return "every-token-wanted"  # prompt logprobs and pooling need hidden states that reuse does not compute
-        context = self._context(prompt)
-        algorithm = self._config.chunk_hash_algorithm
-        digests = tuple(content_hash(prompt.tokens_of(span), context, algorithm) for span in prompt.chunks)
-        if request.cache_salt is not None:
-            # Who asks to be kept apart from others in vLLM's prefix cache is kept apart here.
-            salt = request.cache_salt.encode()
-            digests = tuple(hashlib.sha256(salt + digest).digest()[: len(digest)] for digest in digests)
-        if sum(map(len, prompt.chunks)) < self._config.blend_min_tokens:
-            return "few-tokens"
-        return _Plan(prompt, ratio, policy, digests)
-
-    def _account(self, request: Any, plan: _Plan, local: int) -> None:
+    def _account(self, request: Any, plan: Plan, local: int) -> None:
         """Note what is about to be reused, for the request's report and the metrics."""
         chunks, reused = [], 0.0
         lacking: Literal["filled", "prefilled"] = (
