@@ -143,6 +143,7 @@ def test_bench_chunk_hit(smollm2_folder):
         (("generate", ""), "empty"),
         (("generate", "hi", "--max-tokens", "9000"), "8192 positions"),
         (("generate", "hi", "--model", "/nowhere/at/all"), "cannot load model"),
+        (("generate", "hi", "--model", "gpt-9"), "no model 'gpt-9'"),
     ],
 )
 def test_errors_are_one_line(arguments, message, smollm2_folder):

@@ -31,6 +31,8 @@ def load(source: str, limit: int, seed: int, form: str | None = None) -> list[Ex
     them. The format is recognised from the content unless ``form`` names one of ``FORMATS``."""
     if limit < 1:
         raise ConfigError(f"--limit {limit}: must be at least 1")
+    if seed < 0:
+        raise ConfigError(f"--seed {seed}: must not be negative")
     if form is not None and form not in FORMATS:
         raise ConfigError(f"--format {form}: choose one of {', '.join(FORMATS)}")
     if source in SYNTHETIC:
@@ -93,7 +95,8 @@ def _recognise(source: str, record: Any) -> str:
         if needed <= keys:
             return form
     raise ConfigError(
-        f"{source}, line 1: format not recognised; it should have chunks, question and answers, or use --format"
+        f"{source}, line 1: format not recognised; it has {', '.join(sorted(keys)) or 'no keys'}, and should have "
+        "chunks, question and answers, or use --format"
     )
 
 

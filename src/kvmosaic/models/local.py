@@ -34,8 +34,15 @@ def installed() -> dict[str, Path]:
 
 
 def resolve(model: str) -> str:
-    """What to give a model loader: a catalog name becomes its folder, all else stays as it is."""
-    return str(pull(model)) if model in CATALOG else model
+    """What to give a model loader: a catalog name becomes its folder, a folder or a hub name stays as it is."""
+    if model in CATALOG:
+        return str(pull(model))
+    if "/" not in model and not Path(model).exists():
+        raise KvmosaicError(
+            f"no model {model!r}: it is no folder and not one of {', '.join(CATALOG)}; "
+            "names on the hub have an owner, like owner/name"
+        )
+    return model
 
 
 def pull(name: str, progress: Callable[[str], None] = _log.info) -> Path:

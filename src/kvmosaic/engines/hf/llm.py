@@ -160,8 +160,8 @@ class LLM:
         """Answer each prompt, in order. ``use_chunk_cache=False`` is a plain, full prefill."""
         params = SamplingParams(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
         ratio = self.config.recompute_ratio if recompute_ratio is None else recompute_ratio
-        if not 0 <= ratio <= 1:
-            raise ConfigError(f"recompute_ratio={ratio}: must be between 0 and 1")
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise ConfigError(f"recompute_ratio={ratio!r}: must be a number between 0 and 1")
         chosen = self._policy if policy is None else policy_named(policy)
         batch = [prompts] if isinstance(prompts, (str, ChunkedPrompt)) else list(prompts)
         # A bad prompt is refused before any work is done for the good ones.
