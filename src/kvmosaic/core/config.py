@@ -71,6 +71,8 @@ class ChunkCacheConfig(BaseSettings):
     remote_deadline_ms: int = Field(500, ge=1)
     """How long a call of the remote tier may take, in milliseconds, besides the time to move its data. After one that
     took longer the tier is left alone until it answers again."""
+    per_head_storage: bool = False
+    """Whether the remote tier stores every KV head by itself, so that engines of all tensor-parallel sizes share."""
     tenant: str = Field("default", min_length=1)
     _profile: Path | None = PrivateAttr(None)
 

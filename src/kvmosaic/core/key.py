@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -12,10 +11,9 @@ from urllib.parse import quote, unquote
 import xxhash
 
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.heads import ALL_HEADS, KEY_PART
 
 HASH_BYTES = 16
-ALL_HEADS = "all"
-_HEADS = re.compile(r"all|\d+-\d+of\d+")
 
 LAYOUT_VERSION = 1
 """Part of every fingerprint: raise it when the meaning of stored bytes changes."""
@@ -52,15 +50,6 @@ def format_fingerprint(**fields: object) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())[:16]
 
 
-def head_range(rank: int, ranks: int, heads: int) -> str:
-    """The KV heads a tensor-parallel rank has, as part of a key. With more ranks than heads several have the same."""
-    if ranks == 1:
-        return ALL_HEADS
-    count = max(1, heads // ranks)
-    first = rank * heads // ranks
-    return f"{first}-{first + count - 1}of{heads}"
-
-
 @dataclass(frozen=True)
 class ChunkKey:
     """What an entry is found by: its content, for one model, one format and one tenant. No position."""
@@ -71,7 +60,8 @@ class ChunkKey:
     fingerprint: str
     tenant: str = "default"
     heads: str = ALL_HEADS
-    """Which of the model's KV heads: ``all``, or ``4-7of8`` on a tensor-parallel rank that has only those."""
+    """Which of the model's KV heads: ``all``; ``4-7of8`` on a tensor-parallel rank that has only those; with their
+    layers, ``4-7of8L0-31``, where a remote store is to keep each head by itself."""
 
     def __str__(self) -> str:
         digest, count = self.content_hash.hex(), str(self.num_tokens)
@@ -83,6 +73,6 @@ class ChunkKey:
         """Inverse of ``str(key)``; raises ``ValueError`` on anything else."""
         tenant, model, fingerprint, heads, digest, num_tokens = (unquote(part) for part in text.split("@"))
         key = cls(bytes.fromhex(digest), int(num_tokens), model, fingerprint, tenant, heads)
-        if len(key.content_hash) != HASH_BYTES or not _HEADS.fullmatch(heads) or str(key) != text:
+        if len(key.content_hash) != HASH_BYTES or not KEY_PART.fullmatch(heads) or str(key) != text:
             raise ValueError(f"not a chunk key: {text!r}")
         return key

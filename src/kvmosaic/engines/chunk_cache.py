@@ -8,7 +8,8 @@ import torch
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.errors import ConfigError, PromptError
-from kvmosaic.core.key import ALL_HEADS, ChunkKey, content_hash, format_fingerprint
+from kvmosaic.core.heads import HeadShare
+from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.store import ChunkStorageManager, open_store
@@ -57,18 +58,19 @@ class ChunkCache:
         sink: Sequence[int],
         parser: ChunkTokenParser,
         engine: FillingEngine,
+        share: HeadShare,
         max_positions: int | None,
         device_pool: torch.Tensor | None = None,
-        heads: str = ALL_HEADS,
     ) -> None:
-        self.store: ChunkStorageManager = open_store(config, device_pool)
+        """``share`` is what this process holds of the model's KV."""
+        self.store: ChunkStorageManager = open_store(config, device_pool, share)
         self.sink = tuple(sink)
         self._config = config
         self._model = model
         self._parser = parser
         self._engine = engine
         self._max_positions = max_positions
-        self._heads = heads
+        self._heads = str(share.heads) if config.per_head_storage else share.together
         self._fingerprints: dict[str | None, str] = {}
 
     def serves(self, length: int) -> bool:

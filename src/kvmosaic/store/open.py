@@ -5,6 +5,7 @@ import logging
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.heads import HeadShare
 from kvmosaic.store.base import Tier
 from kvmosaic.store.manager import ChunkStorageManager
 from kvmosaic.store.tiers.device import DeviceTier
@@ -15,9 +16,12 @@ from kvmosaic.store.tiers.remote import open_remote_tier
 logger = logging.getLogger(__name__)
 
 
-def open_store(config: ChunkCacheConfig, device_pool: torch.Tensor | None = None) -> ChunkStorageManager:
+def open_store(
+    config: ChunkCacheConfig, device_pool: torch.Tensor | None = None, share: HeadShare | None = None
+) -> ChunkStorageManager:
     """A store with a host tier, above it a device tier when a pool is given, and below it, when ``disk_path`` is
-    set and usable, a disk tier, and when ``remote`` is set a remote one, reachable now or later."""
+    set and usable, a disk tier, and when ``remote`` is set a remote one, reachable now or later. ``share`` is what
+    its user holds of a model's KV."""
     tiers: list[Tier] = [HostTier(config.host_memory)]
     if device_pool is not None:
         tiers.insert(0, DeviceTier(device_pool))
@@ -32,5 +36,6 @@ def open_store(config: ChunkCacheConfig, device_pool: torch.Tensor | None = None
                 error,
             )
     if config.remote is not None:
-        tiers.append(open_remote_tier(config.remote, config.remote_deadline_ms / 1000))
+        own = share if config.per_head_storage else None
+        tiers.append(open_remote_tier(config.remote, config.remote_deadline_ms / 1000, own))
     return ChunkStorageManager(tiers)

@@ -21,7 +21,7 @@ def forget_some(worker):
     if connector.loader._ranks.rank == 1:
         hashes = sorted(info.key.content_hash for info in connector.loader.cache.store.scan())
         connector.loader.cache.store.clear(lambda key: key.content_hash in hashes[::2])
-    return connector.loader._ranks.heads
+    return connector.loader._ranks.share.together
 
 
 def main(model: str, ranks: int) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from kvmosaic.blend import Policy, choose, policy_named
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, PromptError, UnsupportedModelError
+from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
@@ -113,7 +114,8 @@ class LLM:
             return
         # The last part of a path or hub name: the same model has the same name wherever its folder is.
         name = Path(self.model.name_or_path).name or f"{type(self.model).__name__}-{self._engine.weights}"
-        self._chunk_cache = ChunkCache(self.config, name, sink, self.parser, self._engine, self.max_positions)
+        share = HeadShare.of_rank(0, 1, self._engine.format.heads, self._engine.format.layers)
+        self._chunk_cache = ChunkCache(self.config, name, sink, self.parser, self._engine, share, self.max_positions)
 
     def _sink_tokens(self) -> list[int]:
         bos = self.model.generation_config.bos_token_id

@@ -130,8 +130,8 @@ class ChunkConnector(KVConnectorBase_V1):
             "config": model.hf_text_config.to_dict(),
             "weights": _weight_files(model.model),
         }
-        ranks, sink = Ranks(model), self._sink()
         forward = SparseForward(self._vllm_config, runner, self._caches)
+        ranks, sink = Ranks(model, len(forward.layers)), self._sink()
         self.loader = ChunkLoader(
             self._config,
             model.model,
@@ -161,6 +161,7 @@ class ChunkConnector(KVConnectorBase_V1):
             held = self.loader.cache.store.held()  # a disk that cannot be used has no tier
             tiers = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in budgets.items() if name in held)
             tiers += f", remote {self._config.remote}" if self._config.remote else ""
+            tiers += " head by head" if self._config.remote and self._config.per_head_storage else ""
             writer = "kvmosaic's kernel" if isinstance(self.loader._blocks, KernelBlocks) else "the backend's writer"
             logger.info("chunk cache on for %s: %s; chunks placed by %s", model.served_model_name, tiers, writer)
             if self._config.prefix_blocks and not self.loader._blocks.can_read:

@@ -86,7 +86,7 @@ class ChunkLoader:
         self._fingerprint = format_fingerprint(
             columns=[layer.columns if layer else None for layer in rotary], **identity
         )
-        self.cache = ChunkCache(config, model, sink, parser, self, max_positions, device_pool, ranks.heads)
+        self.cache = ChunkCache(config, model, sink, parser, self, ranks.share, max_positions, device_pool)
         self.stats = ChunkStats(rank=ranks.rank)
         self.timer = StageTimer(self.stats, forward.device)
         self.prefixes = PrefixLoader(self.cache, self._blocks, ranks, self.timer, self.stats)

@@ -6,18 +6,19 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group
 
-from kvmosaic.core.key import head_range
+from kvmosaic.core.heads import HeadShare
 
 
 class Ranks:
     """The tensor-parallel ranks, seen from one of them."""
 
-    def __init__(self, model_config: Any) -> None:
+    def __init__(self, model_config: Any, layers: int) -> None:
         self._group = get_tp_group()
         self.rank: int = self._group.rank_in_group
         self.count: int = self._group.world_size
-        self.heads = head_range(self.rank, self._group.world_size, model_config.get_total_num_kv_heads())
-        """This rank's KV heads, as part of its keys."""
+        # Of a latent that all heads share, vLLM gives every rank all of it.
+        heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
+        self.share = HeadShare.of_rank(self.rank, self.count, heads, layers)
 
     def all_have(self, mine: Sequence[bool]) -> list[bool]:
         """Which of these every rank has: called by all with the same things in the same order. Ranks evict and fail

@@ -1,8 +1,11 @@
-"""What entries are called in a remote store."""
+"""What entries, and single heads of entries, are called in a remote store."""
 
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
+from kvmosaic.core.heads import HeadRange
 from kvmosaic.core.key import ChunkKey
 
 PREFIX = "kvmosaic-1:"
@@ -10,30 +13,87 @@ PREFIX = "kvmosaic-1:"
 ALL_LAYERS = "all"
 
 
+class HeadPoolKey(NamedTuple):
+    """One KV head of one chunk, by its number in the whole model: the same for every engine that has this head,
+    whatever its tensor-parallel size."""
+
+    tenant: str
+    model: str
+    fingerprint: str
+    content_hash: bytes
+    num_tokens: int
+    first_layer: int
+    last_layer: int
+    head: int
+    heads: int
+    """How many the model has."""
+
+    def __str__(self) -> str:
+        """``kvmosaic-1:{tenant}@{model}@fmt:{fingerprint}@{hash}@{tokens}@L:{first}-{last}@head:{head}of{heads}``."""
+        chunk = _chunk(self.tenant, self.model, self.fingerprint, self.content_hash, self.num_tokens)
+        return chunk + _ends(self._range)[0]
+
+    @classmethod
+    def of(cls, key: ChunkKey, head: HeadRange) -> "HeadPoolKey":
+        """Of a single ``head`` of the entry of ``key``."""
+        layers = head.first_layer, head.last_layer
+        owner = key.tenant, key.model, key.fingerprint
+        return cls(*owner, key.content_hash, key.num_tokens, *layers, head.first, head.total)
+
+    @property
+    def entry_key(self) -> ChunkKey:
+        """The key of an entry that is just this head, as which its value is written."""
+        owner = self.model, self.fingerprint, self.tenant
+        return ChunkKey(self.content_hash, self.num_tokens, *owner, str(self._range))
+
+    @property
+    def _range(self) -> HeadRange:
+        return HeadRange(self.head, self.head, self.heads, self.first_layer, self.last_layer)
+
+
+def names_of(key: ChunkKey) -> list[str]:
+    """What an entry's values are called: one for each head if its key names heads and layers, else a single one."""
+    heads = HeadRange.parse(key.heads)
+    if heads is None:
+        return [remote_key(key)]
+    chunk = _chunk(key.tenant, key.model, key.fingerprint, key.content_hash, key.num_tokens)
+    return [chunk + end for end in _ends(heads)]
+
+
+def part_keys(key: ChunkKey) -> list[ChunkKey]:
+    """For each of :func:`names_of` the key of an entry that is just this part."""
+    heads = HeadRange.parse(key.heads)
+    return [key] if heads is None else [replace(key, heads=str(head)) for head in heads.each()]
+
+
 def remote_key(key: ChunkKey) -> str:
-    """``kvmosaic-1:{tenant}@{model}@fmt:{fingerprint}@{hash}@{tokens}@L:all@head:{heads}``.
+    """``kvmosaic-1:{tenant}@{model}@fmt:{fingerprint}@{hash}@{tokens}@L:all@head:{heads}``, of an entry whose heads
+    are stored together.
 
     Every part is quoted, so that no text of one tenant can be read as another's key. What part of the chunk's KV the
     value holds comes last: values that differ in nothing else belong together, see :func:`group_of`.
     """
-    start, end = _ends(key.tenant, key.model, key.fingerprint, key.heads)
-    return f"{start}{key.content_hash.hex()}@{key.num_tokens}{end}"
+    chunk = _chunk(key.tenant, key.model, key.fingerprint, key.content_hash, key.num_tokens)
+    return f"{chunk}@L:{ALL_LAYERS}@head:{key.heads}"
 
 
-def parse_remote_key(text: str) -> ChunkKey:
-    """Inverse of :func:`remote_key`; raises ``ValueError`` on anything else."""
-    tenant, model, fingerprint, digest, tokens, _, heads = text.removeprefix(PREFIX).split("@")
-    key = ChunkKey(
-        bytes.fromhex(digest),
-        int(tokens),
-        unquote(model),
-        unquote(fingerprint.removeprefix("fmt:")),
-        unquote(tenant),
-        heads.removeprefix("head:"),
-    )
-    if remote_key(key) != text or ChunkKey.parse(str(key)) != key:
-        raise ValueError(f"not the key of an entry: {text!r}")
-    return key
+def parse_remote_key(text: str) -> ChunkKey | HeadPoolKey:
+    """Inverse of :func:`remote_key` and of ``str(head_pool_key)``; raises ``ValueError`` on anything else."""
+    tenant, model, fingerprint, digest, tokens, layers, head = text.removeprefix(PREFIX).split("@")
+    owner = unquote(model), unquote(fingerprint.removeprefix("fmt:")), unquote(tenant)
+    key = ChunkKey(bytes.fromhex(digest), int(tokens), *owner, head.removeprefix("head:"))
+    if layers == f"L:{ALL_LAYERS}":
+        if remote_key(key) != text or HeadRange.parse(key.heads) or ChunkKey.parse(str(key)) != key:
+            raise ValueError(f"not the key of an entry: {text!r}")
+        return key
+    number, _, total = key.heads.partition("of")
+    heads = HeadRange.parse(f"{number}-{number}of{total}L{layers.removeprefix('L:')}")
+    if heads is None:
+        raise ValueError(f"not the key of a head: {text!r}")
+    parsed = HeadPoolKey.of(key, heads)
+    if str(parsed) != text or ChunkKey.parse(str(parsed.entry_key)) != parsed.entry_key:
+        raise ValueError(f"not the key of a head: {text!r}")
+    return parsed
 
 
 def group_of(text: str) -> str:
@@ -41,8 +101,18 @@ def group_of(text: str) -> str:
     return text.rsplit("@", 2)[0]
 
 
+def _chunk(tenant: str, model: str, fingerprint: str, content_hash: bytes, num_tokens: int) -> str:
+    return f"{_start(tenant, model, fingerprint)}{content_hash.hex()}@{num_tokens}"
+
+
 @lru_cache(maxsize=1024)
-def _ends(tenant: str, model: str, fingerprint: str, heads: str) -> tuple[str, str]:
+def _start(tenant: str, model: str, fingerprint: str) -> str:
     """Quoting takes longer than all the rest of a lookup, and is the same for thousands of keys."""
     parts = "@".join(quote(part, safe="") for part in (tenant, model))
-    return f"{PREFIX}{parts}@fmt:{quote(fingerprint, safe='')}@", f"@L:{ALL_LAYERS}@head:{heads}"
+    return f"{PREFIX}{parts}@fmt:{quote(fingerprint, safe='')}@"
+
+
+@lru_cache(maxsize=1024)
+def _ends(heads: HeadRange) -> list[str]:
+    layers = f"{heads.first_layer}-{heads.last_layer}"
+    return [f"@L:{layers}@head:{head}of{heads.total}" for head in range(heads.first, heads.last + 1)]

@@ -3,17 +3,20 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 
 from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
 from kvmosaic.store.codec import decode, encode, max_file_bytes
 from kvmosaic.store.remote.base import ABSENT, FAILED, Bytes, RefusedError, RemoteClient
 from kvmosaic.store.remote.breaker import Breaker
-from kvmosaic.store.remote.keys import PREFIX, parse_remote_key, remote_key
+from kvmosaic.store.remote.heads import HeadGroups, join, split
+from kvmosaic.store.remote.keys import PREFIX, HeadPoolKey, names_of, parse_remote_key, part_keys
 from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.remote.valkey import ValkeyClient
 
@@ -23,7 +26,9 @@ DELETED_AT_ONCE = 1000
 
 
 class RemoteTier(Tier):
-    """One value per entry, the bytes that a file on disk would have. The store evicts by rules of its own.
+    """The bytes that a file on disk would have, as one value per entry, or as one for each head of an entry whose key
+    names heads and layers (``core/heads.py``). The store evicts by rules of its own, so an entry is there only if all
+    its values are.
 
     There is nowhere to set a damaged value aside: it is deleted."""
 
@@ -31,90 +36,132 @@ class RemoteTier(Tier):
     capacity = None
     is_far = True
 
-    def __init__(self, client: RemoteClient, deadline_s: float, title: str) -> None:
-        """``deadline_s`` is how long a call may take that moves no data, in seconds; ``title`` is for messages."""
+    def __init__(self, client: RemoteClient, deadline_s: float, title: str, share: HeadShare | None) -> None:
+        """``deadline_s`` is how long a call may take that moves no data, in seconds; ``title`` is for messages;
+        ``share`` is what this process holds, if heads are stored one by one."""
         self._client = client
+        self._share = share
         self._breaker = Breaker(title, deadline_s, probe=lambda: client.exists([PREFIX]))
 
     def size(self, key: ChunkKey) -> int | None:
-        return self._breaker.call(lambda: self._client.sizes([remote_key(key)]))[0]
+        names = names_of(key)
+        sizes = [size for size in self._breaker.call(lambda: self._client.sizes(names)) if size is not None]
+        return sum(sizes) if len(sizes) == len(names) else None
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        names = list(map(remote_key, keys))
-        return self._breaker.call(lambda: self._client.exists(names))
+        names = [names_of(key) for key in keys]
+        every = list(chain.from_iterable(names))
+        found = iter(self._breaker.call(lambda: self._client.exists(every)))
+        return [all(list(islice(found, len(parts)))) for parts in names]
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
-        name = remote_key(key)
-        values: list[Bytes] = []
+        names = names_of(key)
+        values: dict[int, Bytes] = {}
 
-        def buffer_for(_: int, nbytes: int) -> Bytes:
-            values.append(np.empty(nbytes, np.uint8))
-            return values[-1]
+        def buffer_for(index: int, nbytes: int) -> Bytes:
+            values[index] = np.empty(nbytes, np.uint8)
+            return values[index]
 
-        [length] = self._breaker.call(
-            lambda: self._client.get_into([name], buffer_for), lambda: sum(value.nbytes for value in values)
-        )
-        if length == ABSENT:
-            return None
-        if length == FAILED:
-            raise RefusedError(f"the value of {name} is there but cannot be read")
-        try:
-            return decode(values[-1], key)
-        except CorruptEntryError as error:
+        def nbytes() -> int:
+            # A store may tell a length only when it comes to that value; heads are all about as long.
+            return len(names) * max((value.nbytes for value in list(values.values())), default=0)
+
+        lengths = self._breaker.call(lambda: self._client.get_into(names, buffer_for), nbytes)
+        parts: list[ChunkKV] = []
+        damage: dict[str, CorruptEntryError] = {}
+        for index, part_key in enumerate(part_keys(key)):
+            if lengths[index] in (ABSENT, FAILED):
+                continue
+            part = _checked(values[index], part_key)
+            if isinstance(part, ChunkKV):
+                parts.append(part)
+            else:
+                damage[names[index]] = part
+        if len(parts) == len(names):
+            try:
+                return join(key, parts)
+            except CorruptEntryError as error:
+                damage = dict.fromkeys(names, error)
+        if damage:
             self.set_aside += 1
-            logger.warning("deleted a damaged entry from the remote tier: %s (%s)", name, error)
-            self.delete_all([key])
-            raise
+            for name, reason in damage.items():
+                logger.warning("deleted a damaged value from the remote tier: %s (%s)", name, reason)
+            self._breaker.call(lambda: self._client.delete(list(damage)))
+            raise next(iter(damage.values()))
+        if ABSENT in lengths:
+            return None
+        raise RefusedError(f"the value of {names[lengths.index(FAILED)]} is there but cannot be read")
 
     def nbytes(self, entry: ChunkKV) -> int:
-        return max_file_bytes(entry)
+        return sum(map(max_file_bytes, split(entry)))
 
     def put(self, entry: ChunkKV) -> int:
-        name, value = remote_key(entry.key), encode(entry)
-        size = sum(part.nbytes for part in value)
+        if self._share is not None and not self._share.writes(entry.key.content_hash):
+            return self.nbytes(entry)  # a rank with the same heads has been given the same entry, and sends it
+        names, values = names_of(entry.key), [encode(part) for part in split(entry)]
+        sizes = [sum(part.nbytes for part in value) for value in values]
         most = self._client.max_value_bytes
-        if most is not None and size > most:
-            raise RefusedError(f"an entry of {size} bytes, and the store takes no more than {most}")
-        [refusal] = self._breaker.call(lambda: self._client.put([name], [value]), lambda: size)
-        if refusal is not None:
-            raise RefusedError(refusal)
-        return size
+        if most is not None and max(sizes) > most:
+            raise RefusedError(f"a value of {max(sizes)} bytes, and the store takes no more than {most}")
+        refusals = self._breaker.call(lambda: self._client.put(names, values), lambda: sum(sizes))
+        refused = [refusal for refusal in refusals if refusal is not None]
+        if refused:
+            # Some heads of an entry are of no use to anybody, and a store that is full needs the room.
+            stored = [name for name, refusal in zip(names, refusals, strict=True) if refusal is None]
+            if stored:
+                self._breaker.call(lambda: self._client.delete(stored))
+            raise RefusedError(refused[0])
+        return sum(sizes)
 
     def delete(self, key: ChunkKey) -> None:
         self.delete_all([key])
 
     def delete_all(self, keys: Iterable[ChunkKey]) -> None:
-        names = list(map(remote_key, keys))
+        names = [name for key in keys for name in names_of(key)]
         for start in range(0, len(names), DELETED_AT_ONCE):
             page = names[start : start + DELETED_AT_ONCE]
             self._breaker.call(partial(self._client.delete, page))
 
     def scan(self) -> Iterator[EntryInfo]:
-        """In no particular order: the store does not tell what is older."""
+        """In no particular order: the store does not tell what is older. Heads that are stored one by one are listed
+        as this process would ask for them, else as runs."""
         pages = self._client.scan(PREFIX)
         seen: set[str] = set()
+        heads = HeadGroups()
         while (page := self._breaker.call(lambda: next(pages, None))) is not None:
             names = [name for name in page if name not in seen]
             seen.update(names)
             sizes = self._breaker.call(partial(self._client.sizes, names))
             for name, size in zip(names, sizes, strict=True):
                 key = _parsed(name)
-                if key is not None and size is not None:
+                if isinstance(key, HeadPoolKey) and size is not None:
+                    heads.add(key, size)
+                elif isinstance(key, ChunkKey) and size is not None:
                     yield EntryInfo(key, size, self.name, pinned=False)
+        for entry_key, size in heads.entries(self._share):
+            yield EntryInfo(entry_key, size, self.name, pinned=False)
 
     def close(self) -> None:
         self._breaker.close()
         self._client.close()
 
 
-def open_remote_tier(url: str, deadline_s: float) -> RemoteTier:
-    """The tier at ``url``, which is not contacted yet."""
+def open_remote_tier(url: str, deadline_s: float, share: HeadShare | None = None) -> RemoteTier:
+    """The tier at ``url``, which is not contacted yet. ``share`` is what this process holds of a model's KV, if heads
+    are stored one by one."""
     parsed = RemoteUrl.parse(url)
     client = (MooncakeClient if parsed.kind == "mooncake" else ValkeyClient)(parsed, deadline_s)
-    return RemoteTier(client, deadline_s, f"the remote tier at {url}")
+    return RemoteTier(client, deadline_s, f"the remote tier at {url}", share)
 
 
-def _parsed(name: str) -> ChunkKey | None:
+def _checked(value: Bytes, key: ChunkKey) -> ChunkKV | CorruptEntryError:
+    try:
+        return decode(value, key)
+    except CorruptEntryError as error:
+        return error
+
+
+def _parsed(name: str) -> ChunkKey | HeadPoolKey | None:
     try:
         return parse_remote_key(name)
     except ValueError:  # somebody else's, or of a version to come

@@ -1,0 +1,419 @@
+"""Entries stored head by head: written by engines of one tensor-parallel size, read by those of another."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from remote_servers import Mooncake, Valkey
+from store_helpers import make_entry, same
+
+from kvmosaic.core.config import load_config
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.heads import HeadRange, HeadShare
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store import ChunkStorageManager, LookupResult, MissReason, open_store
+from kvmosaic.store.codec import encode
+from kvmosaic.store.remote.heads import split
+from kvmosaic.store.remote.keys import HeadPoolKey, group_of, names_of, parse_remote_key, remote_key
+from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
+
+HEADS, LAYERS = 8, 3
+SIZES = (1, 2, 4, 8, 16)
+sizes = st.sampled_from(SIZES)
+texts = st.text(st.characters(codec="utf-8"), max_size=40)
+head_keys = st.integers(0, 99).flatmap(
+    lambda last: st.builds(
+        HeadPoolKey,
+        texts,
+        texts,
+        texts,
+        st.binary(min_size=16, max_size=16),
+        st.integers(1, 10**6),
+        st.integers(0, last),
+        st.just(last),
+        st.integers(0, last),
+        st.just(last + 1),
+    )
+)
+
+
+def share(rank: int, ranks: int, heads: int = HEADS) -> HeadShare:
+    return HeadShare.of_rank(rank, ranks, heads, LAYERS)
+
+
+def model_entry(number: int, heads: int = HEADS, **options: Any) -> ChunkKV:
+    """All heads of a chunk."""
+    return make_entry(number, heads=heads, layers=LAYERS, **options)
+
+
+def of_share(entry: ChunkKV, own: HeadShare) -> ChunkKV:
+    """What a rank has of an entry of the whole model."""
+    heads = own.heads
+    data = entry.data[heads.first : heads.last + 1].clone()
+    return ChunkKV(
+        replace(entry.key, heads=str(heads)),
+        entry.tokens,
+        entry.context,
+        replace(entry.format, heads=heads.count),
+        data,
+    )
+
+
+def opened(url: str, own: HeadShare) -> ChunkStorageManager:
+    config = load_config(remote=url, per_head_storage=True, remote_deadline_ms=10_000)
+    return open_store(config, share=own)
+
+
+def engine(url: str, ranks: int, heads: int = HEADS) -> list[ChunkStorageManager]:
+    """The stores of all ranks of an engine that was just started."""
+    return [opened(url, share(rank, ranks, heads)) for rank in range(ranks)]
+
+
+def close(stores: list[ChunkStorageManager]) -> None:
+    for store in stores:
+        store.close()
+
+
+def fill(url: str, ranks: int, entries: list[ChunkKV]) -> None:
+    """As an engine of so many ranks fills chunks."""
+    heads = entries[0].format.heads
+    stores = engine(url, ranks, heads)
+    for rank, store in enumerate(stores):
+        for entry in entries:
+            assert store.put(of_share(entry, share(rank, ranks, heads)))
+    close(stores)
+    assert all(store.get_stats()["write_errors"] == 0 for store in stores)
+
+
+def find(store: ChunkStorageManager, entry: ChunkKV) -> LookupResult:
+    return store.lookup(entry.key, entry.tokens, entry.context)
+
+
+def results(url: str, ranks: int, entry: ChunkKV) -> list[LookupResult]:
+    """What each rank of an engine that was just started finds, checked against what it must be."""
+    stores = engine(url, ranks, entry.format.heads)
+    found = []
+    for rank, store in enumerate(stores):
+        mine = of_share(entry, share(rank, ranks, entry.format.heads))
+        found.append(find(store, mine))
+        if found[-1].entry is not None:
+            assert same(found[-1].entry, mine)
+            assert found[-1].tier == "remote"
+    close(stores)
+    return found
+
+
+def names(tier: RemoteTier) -> list[str]:
+    return sorted(name for page in tier._client.scan("") for name in page)
+
+
+def head_name(entry: ChunkKV, head: int) -> str:
+    return names_of(of_share(entry, share(0, 1)).key)[head]
+
+
+def change(tier: RemoteTier, name: str, damage: Callable[[bytearray], None]) -> None:
+    """Alter a stored value."""
+    found: list[Any] = []
+
+    def buffer_for(_: int, nbytes: int) -> Any:
+        found.append(np.empty(nbytes, np.uint8))
+        return found[-1]
+
+    tier._client.get_into([name], buffer_for)
+    value = bytearray(found[-1].tobytes())
+    damage(value)
+    plant(tier, name, value)
+
+
+def plant(tier: RemoteTier, name: str, value: bytes | bytearray) -> None:
+    tier._client.delete([name])
+    assert tier._client.put([name], [[memoryview(bytes(value))]]) == [None]
+
+
+@given(head_keys, head_keys)
+def test_keys_are_told_apart_and_read_back(key: HeadPoolKey, other: HeadPoolKey) -> None:
+    name = str(key)
+    assert parse_remote_key(name) == key
+    assert name.isascii()
+    assert (str(other) == name) == (other == key)
+    assert names_of(key.entry_key) == [name]
+    assert group_of(name) == group_of(str(key._replace(head=0)))
+    # Never that of an entry whose heads are stored together, not even of a rank that has just this head.
+    together = remote_key(replace(key.entry_key, heads=f"{key.head}-{key.head}of{key.heads}"))
+    assert together != name
+    assert group_of(together) == group_of(name)
+
+
+@pytest.mark.parametrize("part", ["L:0-1@head:8of8", "L:2-1@head:0of8", "L:0-1@head:00of8", "L:all@head:0-7of8L0-1"])
+def test_names_that_are_no_heads(part: str) -> None:
+    with pytest.raises(ValueError, match="not the key of"):
+        parse_remote_key(f"kvmosaic-1:a@b@fmt:c@{'0' * 32}@1@{part}")
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8, 16, 64]), st.sampled_from([1, 2, 4, 8, 16, 64]), st.binary(min_size=16, max_size=16)
+)
+def test_every_head_has_an_owner_and_one_writer(heads: int, ranks: int, content: bytes) -> None:
+    """As vLLM spreads them: consecutive heads, replicas next to one another."""
+    shares = [HeadShare.of_rank(rank, ranks, heads, LAYERS) for rank in range(ranks)]
+    owned = [head for own in shares for head in range(own.heads.first, own.heads.last + 1)]
+    assert owned == sorted(list(range(heads)) * max(1, ranks // heads))
+    written = [head for own in shares if own.writes(content) for head in range(own.heads.first, own.heads.last + 1)]
+    assert written == list(range(heads))
+    assert all(HeadRange.parse(str(own.heads)) == own.heads for own in shares)
+
+
+def test_writers_take_turns() -> None:
+    hashes = [model_entry(number).key.content_hash for number in range(200)]
+    counts = [sum(map(share(rank, 16).writes, hashes)) for rank in (0, 1)]
+    assert sum(counts) == 200
+    assert min(counts) > 50
+
+
+@pytest.mark.parametrize("ranks", [3, 12])
+def test_heads_that_cannot_be_spread_evenly(ranks: int) -> None:
+    with pytest.raises(ValueError, match="cannot be spread"):
+        HeadShare.of_rank(0, ranks, 8, LAYERS)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    writers=sizes,
+    readers=sizes,
+    tokens=st.integers(1, 40),
+    dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+    number=st.integers(1, 10**5),
+)
+def test_bytes_written_at_one_size_are_read_at_another(
+    tier: RemoteTier,
+    server: Valkey | Mooncake,
+    writers: int,
+    readers: int,
+    tokens: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    number: int,
+) -> None:
+    if server.kind == "mooncake" and writers * readers > 16:
+        return  # its clients take their time to connect, and there is one for each rank
+    tier.delete_all([info.key for info in tier.scan()])
+    entry = model_entry(number, tokens=tokens, k_dim=dims[0], v_dim=dims[1], dtype=dtype)
+    fill(server.url, writers, [entry])
+    assert len(names(tier)) == HEADS
+    assert all(result.entry is not None for result in results(server.url, readers, entry))
+
+
+@pytest.mark.parametrize("readers", SIZES)
+@pytest.mark.parametrize("writers", SIZES)
+def test_all_pairs_of_sizes(valkey_server: Valkey, writers: int, readers: int) -> None:
+    tier = open_remote_tier(valkey_server.url, 10)
+    tier.delete_all([info.key for info in tier.scan()])
+    entries = [model_entry(number) for number in range(3)]
+    fill(valkey_server.url, writers, entries)
+    assert len(names(tier)) == HEADS * len(entries)
+    for entry in entries:
+        assert all(result.entry is not None for result in results(valkey_server.url, readers, entry))
+    tier.delete_all([info.key for info in tier.scan()])
+    tier.close()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (4, 1)])
+def test_a_latent_is_one_head_on_every_rank(
+    tier: RemoteTier, server: Valkey | Mooncake, writers: int, readers: int
+) -> None:
+    entry = model_entry(1, heads=1, k_dim=16, v_dim=4)
+    fill(server.url, writers, [entry])
+    assert len(names(tier)) == 1
+    assert all(result.entry is not None for result in results(server.url, readers, entry))
+
+
+def test_one_of_several_holders_writes_a_head(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    """Whoever does not write is not told that the entry is lacking, either."""
+    entry, wrote = model_entry(1), []
+    for rank in (0, 1):
+        own = share(rank, 16)
+        mine = of_share(entry, own)
+        store = opened(server.url, own)
+        assert store.put(mine)
+        store.flush()
+        assert store._stack.index.holds(mine.key, "remote")
+        wrote.append(names(tier) == names_of(mine.key))
+        store.clear()
+        store.close()
+    assert sorted(wrote) == [False, True]
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "shorter", "longer", "other head", "other entry"])
+def test_one_bad_head_is_a_counted_miss_for_those_who_need_it(
+    tier: RemoteTier, server: Valkey | Mooncake, damage: str
+) -> None:
+    entry, bad = model_entry(1), 5
+    fill(server.url, 2, [entry])
+    name = head_name(entry, bad)
+    if damage == "missing":
+        tier._client.delete([name])
+    elif damage == "flipped":
+        change(tier, name, lambda value: value.__setitem__(-1, value[-1] ^ 1))
+    elif damage == "shorter":
+        change(tier, name, lambda value: value.__delitem__(-1))
+    elif damage == "longer":
+        change(tier, name, lambda value: value.append(0))
+    else:
+        other = split(of_share(entry if damage == "other head" else model_entry(2), share(0, 1)))
+        plant(tier, name, b"".join(encode(other[4 if damage == "other head" else bad])))
+    reason = MissReason.NEW if damage == "missing" else MissReason.CORRUPT
+    own = share(1, 2)
+    store = opened(server.url, own)
+    mine = of_share(entry, own)
+    assert find(store, mine) == (None, None, reason)
+    stats = store.get_stats()
+    assert stats["misses_by_reason"][reason.value] == 1
+    assert stats["corrupt_set_aside"] == (reason is MissReason.CORRUPT)
+    assert name not in names(tier)
+    assert len(names(tier)) == HEADS - 1
+    # Those who do not need it do not notice; those who do, find nothing and no trace of it.
+    assert [result.entry is not None for result in results(server.url, 4, entry)] == [True, True, False, True]
+    # Filled anew by those who lacked it, it is whole again, for all.
+    assert store.put(mine)
+    store.close()
+    assert all(result.entry is not None for result in results(server.url, 1, entry))
+
+
+def test_sound_heads_of_different_entries_are_no_entry(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    """What a collision of hashes would bring about, or two engines that only think they agree on a format."""
+    for other in (model_entry(1, dtype=torch.float32), model_entry(1, k_dim=5, v_dim=3)):
+        entry = model_entry(1)
+        fill(server.url, 1, [entry])
+        plant(tier, head_name(entry, 3), b"".join(encode(split(of_share(other, share(0, 1)))[3])))
+        assert [result.reason for result in results(server.url, 1, entry)] == [MissReason.CORRUPT]
+        assert not names(tier)
+    layers = make_entry(1, heads=HEADS, layers=LAYERS + 1)
+    heads = replace(share(0, 1).heads, last_layer=LAYERS)
+    long = split(replace(layers, key=replace(layers.key, heads=str(heads))))
+    for head, part in enumerate(long):
+        key = replace(part.key, heads=str(share(0, 1).heads.each()[head]))
+        plant(tier, head_name(model_entry(1), head), b"".join(encode(replace(part, key=key))))
+    assert [result.reason for result in results(server.url, 1, model_entry(1))] == [MissReason.CORRUPT]
+
+
+def test_other_dtypes_models_tenants_and_layers_find_nothing(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    entry = model_entry(1, tenant="a")
+    fill(server.url, 2, [entry])
+    store = opened(server.url, share(0, 1))
+    mine = of_share(entry, share(0, 1)).key
+    for other in (
+        replace(mine, fingerprint="other-dtype-or-rope"),
+        replace(mine, model="other"),
+        replace(mine, tenant="b"),
+        replace(mine, heads="0-7of8L0-3"),
+        replace(mine, heads="0-7of16L0-2"),
+        replace(mine, heads="all"),
+    ):
+        assert store.lookup(other, entry.tokens, entry.context).reason is MissReason.NEW
+        # And if somebody copies values to such names, they say whose they are.
+        for name, head in zip(names_of(other), split(of_share(entry, share(0, 1))), strict=False):
+            plant(tier, name, b"".join(encode(head)))
+        fresh = opened(server.url, share(0, 1))
+        assert fresh.lookup(other, entry.tokens, entry.context).reason is MissReason.CORRUPT
+        fresh.close()
+    assert store.lookup(mine, (9, 9, 9, 9), entry.context).reason is MissReason.COLLISION
+    store.close()
+
+
+def test_many_chunks_and_heads_take_few_calls(
+    tier: RemoteTier, server: Valkey | Mooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for name in ("exists", "sizes", "get_into", "put"):
+        method = getattr(type(tier._client), name)
+        monkeypatch.setattr(
+            type(tier._client), name, lambda *given, name=name, method=method: made.append(name) or method(*given)
+        )
+    entries = [of_share(model_entry(number), share(0, 2)) for number in range(40)]
+    writer = opened(server.url, share(0, 2))
+    writer.put(entries[0])
+    writer.close()
+    assert made.count("put") == 1
+    store = opened(server.url, share(0, 2))
+    made.clear()
+    absent = store.absent(entry.key for entry in entries)
+    assert made == ["exists"]
+    found = [store.lookup(entry.key, entry.tokens, entry.context, absent=absent) for entry in entries]
+    assert [result.entry is not None for result in found] == [True] + 39 * [False]
+    assert made.count("get_into") == 1
+    assert len(made) <= 4  # Mooncake's has to find out the sizes first
+    store.close()
+
+
+def test_a_start_lists_what_each_rank_can_read(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    """With all else that is stored, together or head by head, listed once."""
+    complete, partial_, whole = model_entry(1), model_entry(2), make_entry(3)
+    fill(server.url, 1, [complete, partial_])
+    tier._client.delete([head_name(partial_, 6)])
+    tier.put(whole)
+    for rank, ranks in ((0, 1), (0, 2), (1, 2), (5, 16)):
+        own = share(rank, ranks)
+        store = opened(server.url, own)
+        listed = {info.key for info in store.scan()}
+        assert (of_share(complete, own).key in listed, of_share(partial_, own).key in listed) == (
+            True,
+            own.heads.last < 6 or own.heads.first > 6,
+        )
+        assert whole.key in listed
+        assert store.take_changes()[of_share(complete, own).key] == "remote"
+        every = [name for key in listed for name in names_of(key)]
+        assert sorted(every) == names(tier)
+        store.close()
+    runs = {(info.key.content_hash, info.key.heads) for info in tier.scan()}
+    assert runs == {
+        (complete.key.content_hash, "0-7of8L0-2"),
+        (partial_.key.content_hash, "0-5of8L0-2"),
+        (partial_.key.content_hash, "7-7of8L0-2"),
+        (whole.key.content_hash, "all"),
+    }
+
+
+def test_clear_drops_every_head(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    fill(server.url, 4, [model_entry(number, tenant="a" if number % 2 else "b") for number in range(4)])
+    store = opened(server.url, share(1, 2))
+    store.clear(lambda key: key.tenant == "a")
+    assert {info.key.tenant for info in tier.scan()} == {"b"}
+    assert len(names(tier)) == 2 * HEADS
+    store.close()
+
+
+def test_without_the_setting_nothing_changes(tier: RemoteTier, server: Valkey | Mooncake) -> None:
+    entry = model_entry(1)
+    store = open_store(load_config(remote=server.url, remote_deadline_ms=10_000), share=share(0, 1))
+    store.put(entry)
+    store.close()
+    assert names(tier) == [remote_key(entry.key)]
+    assert [info.key for info in tier.scan()] == [entry.key]
+
+
+def test_a_full_store_keeps_no_part_of_an_entry(tmp_path: Any) -> None:
+    server = Valkey(tmp_path)
+    tier = open_remote_tier(server.url, 5)
+    tier._client._ask([("CONFIG", "SET", "maxmemory", "6000000")])  # type: ignore[attr-defined]
+    store = opened(server.url, share(0, 1))
+    for number in range(6):
+        store.put(of_share(model_entry(number, tokens=4_000), share(0, 1)))
+    store.flush()
+    errors = store.get_stats()["write_errors"]
+    assert 0 < errors < 6
+    assert len(names(tier)) == (6 - errors) * HEADS
+    store.close()
+    tier.close()
+    server.kill()
+
+
+def test_what_does_not_fit_its_key_is_refused(tier: RemoteTier) -> None:
+    entry = of_share(model_entry(1), share(0, 2))
+    with pytest.raises(OSError, match="4 heads and 3 layers as 0-7of8L0-2"):
+        tier.put(replace(entry, key=ChunkKey(**{**vars(entry.key), "heads": "0-7of8L0-2"})))
