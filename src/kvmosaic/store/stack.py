@@ -94,6 +94,19 @@ class TierStack:
             absent.update((level, key) for key, found in zip(wanted, held, strict=True) if not found)
         return absent
 
+    def lasting(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Which of ``keys`` are in a tier whose entries outlive this process."""
+        held: set[ChunkKey] = set()
+        for tier in self.tiers:
+            wanted = [key for key in keys if key not in held]
+            if not wanted or not tier.lasts:
+                continue
+            try:
+                held.update(key for key, found in zip(wanted, tier.holds(wanted), strict=True) if found)
+            except OSError as error:
+                self._complain(tier, "read", error)
+        return held
+
     def read(self, level: int, key: ChunkKey) -> tuple[ChunkKV | None, MissReason | None]:
         """The entry of ``key`` at ``level``, or what went wrong if anything did."""
         tier = self.tiers[level]
