@@ -56,8 +56,6 @@ def warm(
 ) -> None:
     """Fill documents ahead of time, so that the first request that has them finds them. What is there is skipped.
     Exit status 1 if there was no room for all."""
-    from kvmosaic.engines.warm import WarmCounts  # here, because importing it takes seconds
-
     given = {
         "chunk_separator": chunk_separator,
         "sink_prefix": sink_prefix,
@@ -72,6 +70,8 @@ def warm(
     total = sum(1 for _ in read_corpus(files, config.chunk_separator))
     if total == 0:
         raise PromptError(f"no documents in {', '.join(map(str, files))}")
+    from kvmosaic.engines.warm import WarmCounts  # here, because importing it takes seconds
+
     with console.status(f"loading {model}"):
         warmer = _open(engine, model, dtype, vllm_options or "", settings)
     counts, lost = WarmCounts(), 0
@@ -123,6 +123,7 @@ def _open(engine: Engine, model: str, dtype: str, vllm_options: str, settings: d
     # vLLM logs to stdout, which is for results, and a lot, which is not for a progress bar.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # nobody else is to be served meanwhile
     try:
         import_module("kvmosaic.vllm")  # where vLLM is missing, it says how to install it
     except ImportError as error:

@@ -27,7 +27,7 @@ class VllmWarmer(Warmer):
     def __init__(self, model: str, dtype: str, options: str, **settings: Any) -> None:
         """``options`` are those of ``vllm serve`` that make a difference to KV, as on its command line."""
         fills = {"miss_policy": "fill-first", "recompute_ratio": 0.0, "blend_min_tokens": 0}
-        self._llm = LLM(model, dtype=dtype, **_parsed(options), **(settings | fills))
+        self._llm = LLM(model, dtype=dtype, **parse_options(options), **(settings | fills))
         off = self._llm.get_stats()["off_reason"]
         if off is not None:
             raise ConfigError(f"the chunk cache is off: {off}")
@@ -72,8 +72,8 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
         raise ConfigError(f"--vllm-options: {message}")
 
 
-def _parsed(options: str) -> dict[str, Any]:
-    """What differs from vLLM's defaults."""
+def parse_options(options: str) -> dict[str, Any]:
+    """Options as on vLLM's command line, as keywords: those that differ from its defaults."""
     parser = EngineArgs.add_cli_args(_Parser(add_help=False))
     try:
         given, defaults = parser.parse_args(shlex.split(options)), parser.parse_args([])
