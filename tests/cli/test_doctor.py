@@ -165,6 +165,18 @@ def test_disk_space_counts_what_is_already_there(monkeypatch, tmp_path):
     assert rows_of()["disk tier"][0] == "ok"
 
 
+def test_a_quota_counts_what_the_tenant_has(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVMOSAIC_DISK_PATH", str(tmp_path))
+    monkeypatch.setenv("KVMOSAIC_TENANT_QUOTA", "3MiB")
+    monkeypatch.setattr(settings.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2 * 2**20}))
+    for tenant, verdict in (("other", "warn"), ("default", "ok")):
+        (tmp_path / tenant).mkdir()
+        (tmp_path / tenant / "entry.safetensors").write_bytes(bytes(2**20))
+        assert rows_of()["disk tier"][0] == verdict
+    monkeypatch.setenv("KVMOSAIC_TENANT_QUOTA", "4MiB")
+    assert "tenant_quota to 3MiB" in rows_of()["disk tier"][2]
+
+
 def test_a_gpu(monkeypatch, tmp_path, no_vllm):
     """No GPU here: torch is made to report one."""
     import torch

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
+from kvmosaic.cli.warm import warm
 from kvmosaic.core.errors import ConfigError
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
@@ -156,3 +157,6 @@ def purge(
     print_line(f"{len(entries)} entries deleted, {freed / 2**20:.1f} MB freed", json)
     if json:
         print_json({"deleted": len(entries), "bytes": freed})
+
+
+app.command("warm")(warm)

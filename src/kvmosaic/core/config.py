@@ -66,6 +66,9 @@ class ChunkCacheConfig(BaseSettings):
     """Directory of the disk tier; no disk tier when unset."""
     disk_space: ByteSize = Field(ByteSize(20 * 1024**3), ge=0)
     """Byte budget of the disk tier."""
+    tenant_quota: ByteSize | None = Field(None, ge=0)
+    """Most bytes of the disk tier that this tenant's entries may take. When it is set, only they are counted and only
+    they are evicted; else everybody's are, by ``disk_space``."""
     remote: str | None = None
     """URL of the remote tier, like ``valkey://host:6379/0`` or ``mooncake://host:50051``; none when unset."""
     remote_deadline_ms: int = Field(500, ge=1)
@@ -75,6 +78,11 @@ class ChunkCacheConfig(BaseSettings):
     """Whether the remote tier stores every KV head by itself, so that engines of all tensor-parallel sizes share."""
     tenant: str = Field("default", min_length=1)
     _profile: Path | None = PrivateAttr(None)
+
+    @property
+    def disk_budget(self) -> int:
+        """Bytes that an engine keeps its disk tier within."""
+        return self.disk_space if self.tenant_quota is None else min(self.disk_space, self.tenant_quota)
 
     def blame(self, error: ConfigError) -> ConfigError:
         """``error``, about this configuration's policy, with the profile's path if that is where the policy is from:

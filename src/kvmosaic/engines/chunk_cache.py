@@ -1,7 +1,7 @@
 """The chunk cache of an engine: looks chunks up, has missing ones filled, stores them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,8 @@ from kvmosaic.store import ChunkStorageManager, open_store
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
+WarmState = Literal["kept", "missing", "too-long"]
+"""Of a document: in a tier that outlives this process; in none; more than fits behind the sink prefix."""
 
 
 class FillingEngine(Protocol):
@@ -183,6 +185,16 @@ class ChunkCache:
             raise ConfigError(f"this model's rope table is different for every prompt of {length} tokens or more")
         found = self.find_or_fill(chunks, self.sink, length)
         return len({item.entry.key for item in found if item.tier is None})
+
+    def warm_states(self, chunks: Sequence[Sequence[int]], length: int) -> list[WarmState]:
+        """What is to be done about documents that shall be there for later processes, for prompts like one of
+        ``length`` tokens. Reads no entry."""
+        keys = [self.key(chunk, self.sink, length) for chunk in chunks]
+        lasting = self.store.lasting(keys)
+        return [
+            "too-long" if not self.fits(len(chunk), self.sink, length) else "kept" if key in lasting else "missing"
+            for chunk, key in zip(chunks, keys, strict=True)
+        ]
 
     def get_stats(self) -> dict[str, Any]:
         """Counters of the store since start: ``hit_rate, total_chunks, current_memory_mb, cache_hits, …``."""

@@ -64,6 +64,10 @@ class Tier(ABC):
     is_far: bool = False
     """Whether asking takes a round trip to another machine: then it is asked about many keys at once, and never
     while others wait for a lock."""
+    lasts: bool = True
+    """Whether entries outlive this process."""
+    shares_budget: bool = False
+    """Whether other processes use up the same budget: then what is there is counted anew from time to time."""
     set_aside: int = 0
     """Stored copies that failed their checks so far."""
 

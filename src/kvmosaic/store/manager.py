@@ -110,6 +110,11 @@ class ChunkStorageManager:
         """Whether the store has ``key`` right now; reads and verifies nothing."""
         return self._stack.contains(key)
 
+    def lasting(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Which of ``keys`` will still be there when this process is gone, once everything put so far is written."""
+        self.flush()
+        return self._stack.lasting(list(keys))
+
     def put(self, entry: ChunkKV) -> bool:
         """Store an entry; a no-op when its key is there. Whether at least one tier has it."""
         stack, key = self._stack, entry.key

@@ -27,7 +27,8 @@ def open_store(
         tiers.insert(0, DeviceTier(device_pool))
     if config.disk_path is not None:
         try:
-            tiers.append(DiskTier(config.disk_path.expanduser(), config.disk_space))
+            tenant = None if config.tenant_quota is None else config.tenant
+            tiers.append(DiskTier(config.disk_path.expanduser(), config.disk_budget, tenant))
         except OSError as error:
             logger.warning(
                 "no disk tier: cannot use disk_path=%s (%s); entries live in memory only until it names a "

@@ -18,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 ERROR_SECONDS = 30.0
 """A copy that could not be read for reasons that may pass is tried again after so long."""
+STOCK_SECONDS = 10.0
+"""So long after it was counted, a tier whose budget others use up as well is counted anew before it is written to."""
+STOCK_SHARE = 0.02
+"""Most of the time that such counting may take."""
 
 
 class TierStack:
@@ -40,6 +44,7 @@ class TierStack:
         self._unreadable: dict[tuple[int, ChunkKey], tuple[MissReason, float]] = {}
         """Copies whose last read failed, how, and until when: they count as absent until then, or until they are
         written anew."""
+        self._stock_due = time.monotonic() + STOCK_SECONDS
         self.clears = 0
         """How often entries were cleared: what was read before must not come back."""
         for level, tier in enumerate(self.tiers):
@@ -88,6 +93,19 @@ class TierStack:
                 continue
             absent.update((level, key) for key, found in zip(wanted, held, strict=True) if not found)
         return absent
+
+    def lasting(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Which of ``keys`` are in a tier whose entries outlive this process."""
+        held: set[ChunkKey] = set()
+        for tier in self.tiers:
+            wanted = [key for key in keys if key not in held]
+            if not wanted or not tier.lasts:
+                continue
+            try:
+                held.update(key for key, found in zip(wanted, tier.holds(wanted), strict=True) if found)
+            except OSError as error:
+                self._complain(tier, "read", error)
+        return held
 
     def read(self, level: int, key: ChunkKey) -> tuple[ChunkKV | None, MissReason | None]:
         """The entry of ``key`` at ``level``, or what went wrong if anything did."""
@@ -159,6 +177,8 @@ class TierStack:
         for level, tier in list(enumerate(self.tiers))[first:]:
             size = self.size(level, entry.key)  # another process may have written it
             if size is None:
+                if tier.shares_budget and time.monotonic() >= self._stock_due:
+                    self._take_stock(level)
                 with self.lock:
                     if not self._make_room(level, tier.nbytes(entry)):
                         continue
@@ -189,6 +209,19 @@ class TierStack:
         except OSError as error:
             self._complain(tier, "list its entries", error)
             return []
+
+    def _take_stock(self, level: int) -> None:
+        """Notice what other processes wrote to a tier, and what they deleted."""
+        tier, start = self.tiers[level], time.monotonic()
+        there = {info.key: info.nbytes for info in self._scan(tier)}
+        with self.lock:
+            gone = [key for key, record in self.index if tier.name in record.nbytes and key not in there]
+            for key, nbytes in there.items():
+                self._adopt(level, key, nbytes, make_room=False)  # whoever takes stock makes room next
+        for key in gone:
+            self._forget(level, key)
+        now = time.monotonic()
+        self._stock_due = now + max(STOCK_SECONDS, (now - start) / STOCK_SHARE)
 
     def _adopt(self, level: int, key: ChunkKey, nbytes: int, make_room: bool = True) -> None:
         """Take an entry that is in a tier into account."""

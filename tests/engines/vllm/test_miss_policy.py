@@ -8,6 +8,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.engines.vllm import backlog
+from kvmosaic.engines.vllm.messages import ChunkFill
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
@@ -63,6 +64,44 @@ def test_what_is_filled_in_the_background_is_what_filling_first_stores(llm):
         [(k, v)] = worker.fill(entry.context, [entry.tokens], 0)
         assert (entry.k.cpu() - k.cpu()).abs().max() < 1e-3
         assert (entry.v.cpu() - v.cpu()).abs().max() < 1e-3
+
+
+def test_documents_filled_together_are_what_each_filled_alone_is(llm, monkeypatch):
+    worker = get_kv_transfer_group().loader
+    filled = fills_of(worker, monkeypatch)
+    answer(llm, [prompt("You are helpful.", new_documents(4))])
+    [(context, together)] = filled
+    assert (context, len(together)) == (worker.cache.sink, 4)
+    worker._scratch = [list(range(1, 40))]
+    for key, tokens in together.items():
+        entry = worker.cache.store._stack.tiers[0].get(key)
+        [(k, v)] = worker.fill(context, [tokens], 0)
+        assert (entry.k.cpu() - k.cpu()).abs().max() < 1e-4
+        assert (entry.v.cpu() - v.cpu()).abs().max() < 1e-4
+
+
+def test_a_group_that_fails_takes_no_other_along(llm):
+    worker = get_kv_transfer_group().loader
+    blocks = (tuple(range(1, 40)),)
+    groups = [
+        ChunkFill(worker.cache.sink, ((bytes([number]) * 16, (5, 6, 7)),), blocks if number != 1 else ((),))
+        for number in range(3)
+    ]
+    worker.fill_in_background(groups)
+    keys = [worker.cache.key_of_hash(group.chunks[0][0], 3, 0) for group in groups]
+    assert [worker.cache.store.contains(key) for key in keys] == [True, False, True]
+
+
+def fills_of(worker, monkeypatch):
+    """Notes what the worker is told to fill, as it happens."""
+    filled, fill = [], worker.cache.fill
+
+    def noting(chunks, context, length):
+        filled.append((context, chunks))
+        return fill(chunks, context, length)
+
+    monkeypatch.setattr(worker.cache, "fill", noting)
+    return filled
 
 
 def store_entry(store):

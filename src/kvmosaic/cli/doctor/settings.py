@@ -84,16 +84,22 @@ def disk_tier(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
         yield Row("disk tier", "fail", str(path), f"cannot write there ({error.strerror}); choose another disk_path")
         return
     held = 0
-    for file in path.rglob("*.safetensors"):
+    name, sharing, ours = "disk_space", processes, path
+    if settings.tenant_quota is not None:  # one budget for all processes, and only for this tenant's files
+        from kvmosaic.store.tiers.disk import folder_name
+
+        name, sharing, ours = "tenant_quota", 1, path / folder_name(settings.tenant)
+    budget = settings.disk_budget * sharing
+    for file in ours.rglob("*.safetensors"):
         with suppress(FileNotFoundError):  # another process may be evicting
             held += file.stat().st_size
     free = shutil.disk_usage(existing).free
-    found = f"{held / GIB:.1f} of {settings.disk_space * processes / GIB:.1f} GiB used, {free / GIB:.1f} GiB free"
-    if held + free >= settings.disk_space * processes:
+    found = f"{held / GIB:.1f} of {budget / GIB:.1f} GiB used, {free / GIB:.1f} GiB free"
+    if held + free >= budget:
         yield Row("disk tier", "ok", found)
     else:
-        most = int((held + free) / processes / 2**20)
-        yield Row("disk tier", "warn", found, f"the disk would be full first; set disk_space to {most}MiB or less")
+        most = int((held + free) / sharing / 2**20)
+        yield Row("disk tier", "warn", found, f"the disk would be full first; set {name} to {most}MiB or less")
 
 
 def remote_tier(settings: ChunkCacheConfig) -> Iterator[Row]:

@@ -38,24 +38,29 @@ class FillBacklog:
 
     def take(self, step: Any, pool: Any) -> list[ChunkFill]:
         """What to fill in ``step``, a ``SchedulerOutput``, in blocks of ``pool`` that are free as long as it lasts:
-        whoever gets them next writes them in a later step."""
+        whoever gets them next writes them in a later step. Oldest first; chunks of one context come together, and as
+        far as it fills blocks it is computed, and charged, once for all of them."""
         if not self._waiting or not self._fits(step):
             return []
-        fills: list[ChunkFill] = []
-        borrowed: list[Any] = []
-        room = self._step_tokens
-        while self._waiting and (room > 0 or not fills):
-            digest, chunk = next(iter(self._waiting.items()))
-            length = len(chunk.context) + len(chunk.tokens)
-            count = -(-length // self._block_size)
-            if (fills and length > room) or count > pool.get_num_free_blocks():
+        groups: dict[tuple[int, ...], list[bytes]] = {}
+        counts: dict[tuple[int, ...], int] = {}
+        room, free = self._step_tokens, pool.get_num_free_blocks()
+        for digest, chunk in self._waiting.items():
+            shared = len(chunk.context) // self._block_size * self._block_size
+            computed = len(chunk.context) - shared + len(chunk.tokens)
+            computed += shared if chunk.context not in groups else 0
+            count = -(-computed // self._block_size)
+            if (groups and computed > room) or count > free:
                 break
-            del self._waiting[digest]
-            blocks = pool.get_new_blocks(count)
-            borrowed += blocks
-            fills.append(ChunkFill(digest, chunk.tokens, chunk.context, (tuple(b.block_id for b in blocks),)))
-            room -= length
-        pool.free_blocks(borrowed)
+            groups.setdefault(chunk.context, []).append(digest)
+            counts[chunk.context] = counts.get(chunk.context, 0) + count
+            room, free = room - computed, free - count
+        borrowed = {context: pool.get_new_blocks(count) for context, count in counts.items()}
+        fills = []
+        for context, digests in groups.items():
+            chunks = tuple((digest, self._waiting.pop(digest).tokens) for digest in digests)
+            fills.append(ChunkFill(context, chunks, (tuple(block.block_id for block in borrowed[context]),)))
+        pool.free_blocks([block for blocks in borrowed.values() for block in blocks])
         return fills
 
     def _fits(self, step: Any) -> bool:

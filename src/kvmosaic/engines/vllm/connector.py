@@ -156,7 +156,7 @@ class ChunkConnector(KVConnectorBase_V1):
             budgets = {
                 "device": 0 if device_pool is None else device_pool.nbytes,
                 "host": self._config.host_memory,
-                "disk": self._config.disk_space,
+                "disk": self._config.disk_budget,
             }
             held = self.loader.cache.store.held()  # a disk that cannot be used has no tier
             tiers = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in budgets.items() if name in held)

@@ -136,15 +136,17 @@ class ChunkLoader:
         """Fill chunks that requests lacked. All ranks do the same."""
         for fill in fills:
             self._scratch = fill.blocks
-            key = self.cache.key_of_hash(fill.digest, len(fill.tokens), ANY_LENGTH)
+            chunks = {
+                self.cache.key_of_hash(digest, len(tokens), ANY_LENGTH): tokens for digest, tokens in fill.chunks
+            }
             try:
                 with self.timer.stage("fill"):
-                    self.cache.fill({key: fill.tokens}, fill.context, ANY_LENGTH)
+                    self.cache.fill(chunks, fill.context, ANY_LENGTH)
             except Exception:
-                logger.exception("could not fill a chunk of %d tokens in the background", len(fill.tokens))
+                logger.exception("could not fill %d chunk(s) in the background", len(chunks))
             else:
-                self._count("chunks_filled", "")
-                self._count("tokens", "filled", len(fill.tokens))
+                self._count("chunks_filled", "", len(chunks))
+                self._count("tokens", "filled", sum(map(len, chunks.values())))
 
     def _assemble(self, load: ChunkLoad, before: Sequence[_Rest]) -> _Rest:
         """Put in place what the store can give; what is left to compute. ``before`` is what is left of the step's

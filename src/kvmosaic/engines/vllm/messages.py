@@ -50,13 +50,14 @@ class ChunkFetch:
 
 @dataclass(frozen=True)
 class ChunkFill:
-    """A missing chunk to fill in the background, behind the step's own forward."""
+    """Missing chunks to fill together in the background, behind the step's own forward."""
 
-    digest: bytes
-    tokens: tuple[int, ...]
     context: tuple[int, ...]
+    """What all of them are computed after."""
+    chunks: tuple[tuple[bytes, tuple[int, ...]], ...]
+    """Content hash and tokens of each."""
     blocks: tuple[tuple[int, ...], ...]
-    """Room for it, per KV cache group, for this step alone."""
+    """Room for the context and all of them, per KV cache group, for this step alone."""
 
 
 @dataclass(frozen=True)

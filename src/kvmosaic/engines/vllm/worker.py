@@ -41,6 +41,14 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
             size = int(total * config.chunk_cache_gpu_memory_fraction)
             _device_pool = torch.empty(size, dtype=torch.uint8, device=self.device)
 
+    def chunk_cache_warm_states(self, chunks: list[list[int]]) -> list[str]:
+        """For each document: ``kept``, ``missing`` or ``too-long``."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvmosaic.engines.vllm.loader import ANY_LENGTH
+
+        return list(get_kv_transfer_group().loader.cache.warm_states(chunks, ANY_LENGTH))
+
     def chunk_cache_stats(self) -> dict[str, Any]:
         """Statistics of this worker's chunk cache."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -32,6 +32,7 @@ class DeviceTier(Tier):
     reads waits for the one that wrote."""
 
     name = "device"
+    lasts = False
 
     def __init__(self, pool: torch.Tensor) -> None:
         """``pool`` is ``[bytes]`` uint8."""

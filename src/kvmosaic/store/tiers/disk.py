@@ -31,11 +31,11 @@ _ENTRY_NAME = re.compile(r"[0-9a-f]{32}-\d+-(all|\d+-\d+of\d+)\.safetensors")
 
 def entry_path(key: ChunkKey) -> Path:
     """Where the entry of ``key`` is, below the root: ``tenant/model/fingerprint/hash-tokens-heads.safetensors``."""
-    folders = map(_folder, (key.tenant, key.model, key.fingerprint))
+    folders = map(folder_name, (key.tenant, key.model, key.fingerprint))
     return Path(*folders, f"{key.content_hash.hex()}-{key.num_tokens}-{key.heads}{SUFFIX}")
 
 
-def _folder(text: str) -> str:
+def folder_name(text: str) -> str:
     """A folder name, different for different texts and never one that means something else."""
     name = quote(text, safe="")
     if len(name) > _MAX_NAME:
@@ -49,15 +49,18 @@ class DiskTier(Tier):
     """One safetensors file per entry, found by its key alone: there is no index to keep in step.
 
     A file appears complete or not at all. Power loss may still leave a damaged one, as nothing waits for
-    the disk; its checksums will tell. The byte budget covers the files this process wrote or met.
+    the disk; its checksums will tell. The byte budget covers the files this process wrote or met, or, if a
+    ``tenant`` is given, all of that tenant's: then others' files are not even looked at, so they are never evicted.
     """
 
     name = "disk"
 
-    def __init__(self, root: Path, capacity: int) -> None:
+    def __init__(self, root: Path, capacity: int, tenant: str | None = None) -> None:
         self.capacity = capacity
+        self.shares_budget = tenant is not None
         self.set_aside = 0
         self._root = root
+        self._tenants = "*" if tenant is None else folder_name(tenant)
         root.mkdir(parents=True, exist_ok=True)
         os.listdir(root)  # a directory that cannot be read should be known now
         self._remove_stale_temporary_files()
@@ -105,7 +108,7 @@ class DiskTier(Tier):
         """Reads headers only. Looks only at files named like ours, so that a directory with somebody's
         other safetensors files keeps them."""
         found = []
-        for path in self._root.glob(f"*/*/*/*{SUFFIX}"):
+        for path in self._root.glob(f"{self._tenants}/*/*/*{SUFFIX}"):
             if _ENTRY_NAME.fullmatch(path.name) and path.relative_to(self._root).parts[0] != SET_ASIDE:
                 with suppress(OSError):  # another process may remove it at any time
                     status = path.stat()

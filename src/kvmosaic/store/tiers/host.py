@@ -29,6 +29,7 @@ class HostTier(Tier):
     """A dictionary of entries. Single operations on it are atomic, so it needs no lock."""
 
     name = "host"
+    lasts = False
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

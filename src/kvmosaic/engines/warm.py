@@ -1,0 +1,53 @@
+"""Fills documents ahead of time, for the engines that will serve them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.engines.chunk_cache import WarmState
+
+Chunk = tuple[int, ...]
+
+
+@dataclass
+class WarmCounts:
+    """What became of documents."""
+
+    filled: int = 0
+    known: int = 0
+    """There already, or the same as another one."""
+    too_long: int = 0
+    """More than fits behind the sink prefix: such documents are never reused."""
+    filled_tokens: int = 0
+
+
+class Warmer(ABC):
+    """An engine that fills documents into tiers that outlive it. What is there is neither read nor filled again, so
+    an interrupted run can simply be started anew."""
+
+    parser: ChunkTokenParser
+
+    @abstractmethod
+    def states(self, chunks: Sequence[Chunk]) -> list[WarmState]:
+        """Whether documents, as chunks, are where they shall be, with all that was filled so far written."""
+
+    @abstractmethod
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Fill and store documents that are missing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine."""
+
+    def warm(self, documents: Sequence[Chunk], counts: WarmCounts) -> None:
+        """Have these documents stored, and count what was done. ``parser.document_tokens`` makes chunks of texts."""
+        chunks = list(dict.fromkeys(documents))
+        states = self.states(chunks)
+        missing = [chunk for chunk, state in zip(chunks, states, strict=True) if state == "missing"]
+        if missing:
+            self.fill(missing)
+        counts.filled += len(missing)
+        counts.filled_tokens += sum(map(len, missing))
+        counts.too_long += states.count("too-long")
+        counts.known += len(documents) - len(missing) - states.count("too-long")

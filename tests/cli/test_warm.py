@@ -1,0 +1,99 @@
+"""``kvmosaic store warm`` with the embedded engine, and what it refuses."""
+
+import json
+import re
+
+import pytest
+
+from kvmosaic.cli.corpus import read_corpus
+from kvmosaic.core.errors import PromptError
+from tests.cli.test_cli import kvmosaic
+
+
+def warm(*arguments, check=0):
+    return kvmosaic("store", "warm", "smollm2-135m", *arguments, "--engine", "hf", check=check)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.txt").write_text("The ferry Cormorant leaves at 6:40.\n")
+    (folder / ".hidden").write_text("not a document")
+    lines = [
+        json.dumps({"text": text, "id": 7}) for text in ("Stormcap is a blue goat cheese.", "Closed on Mondays.")
+    ]
+    (folder / "more" / "b.jsonl").write_text("\n\n".join(lines))
+    return folder
+
+
+def test_documents_are_found_by_later_processes_and_not_filled_again(smollm2_folder, corpus, tmp_path):
+    entries = tmp_path / "kv"
+    first = warm(corpus / "a.txt", "--disk-path", entries, "--json")
+    assert (first["documents"], first["filled"]) == (1, 1)
+    both = warm(corpus, corpus / "a.txt", "--disk-path", entries, "--json")
+    tokens = both.pop("filled_tokens")
+    assert both == {"documents": 4, "filled": 2, "known": 2, "too_long": 0, "lost": 0}
+    assert tokens > 10
+    options = ("--document", corpus / "a.txt", "--disk-path", entries, "--max-tokens", 1, "--json")
+    [chunk] = kvmosaic("generate", "When does the ferry leave?", *options)["chunks"]
+    assert (chunk["status"], chunk["tier"]) == ("cached", "disk")
+
+
+def test_documents_for_which_there_is_no_room_are_reported(smollm2_folder, corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_TENANT_QUOTA", "1MiB")  # an entry takes about 400 KiB
+    output = warm(corpus, "--disk-path", tmp_path / "kv", check=1)
+    assert "3 documents: 3 filled" in output
+    assert "1 of them could not be kept" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "fine"}\n{"text": ', "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"title": "no text"}', "a.jsonl, line 1: should be an object"),
+        ("a.jsonl", b'["text"]', "a.jsonl, line 1: should be an object"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1: the text has half of a character"),
+        ("a.jsonl", b'{"text": "one # # two"}', "a.jsonl, line 1: the document has the separator ' # # '"),
+        ("a.txt", b" \n", "a.txt: the document is empty"),
+        ("a.txt", b"\xff\xfe\x00", "a.txt: 'utf-8' codec can't decode"),
+        (None, b"", "No such file"),
+    ],
+)
+def test_bad_documents_are_one_line(tmp_path, name, content, message):
+    path = tmp_path / (name or "missing.txt")
+    if name:
+        path.write_bytes(content)
+    with pytest.raises(PromptError, match=re.escape(message)) as caught:
+        list(read_corpus([path], " # # "))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_documents_are_refused_before_anything_is_loaded(corpus, tmp_path):
+    (corpus / "z.txt").write_text(" ")
+    output = warm(corpus, "--disk-path", tmp_path / "kv", check=2)
+    assert "z.txt: the document is empty" in output
+    assert len(output.strip().splitlines()) == 1
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "message"),
+    [
+        ([], {}, "nowhere to keep documents"),
+        (["--disk-path", "kv"], {"KVMOSAIC_CHUNK_CONTEXT": "system"}, "chunk_context=system"),
+        (["--disk-path", "kv", "--vllm-options", "--seed 1"], {}, "--vllm-options need --engine vllm"),
+        (["--remote", "ftp://host"], {}, "remote="),
+    ],
+)
+def test_settings_under_which_nothing_would_be_found_are_refused(corpus, monkeypatch, options, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    output = warm(corpus, *options, check=2)
+    assert message in output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_a_folder_without_documents(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    assert "no documents in" in warm(tmp_path, "--disk-path", tmp_path / "kv", check=2)
