@@ -1,184 +1,40 @@
 """Entries stored head by head: written by engines of one tensor-parallel size, read by those of another."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from head_helpers import (
+    HEADS,
+    LAYERS,
+    change,
+    fill,
+    find,
+    head_name,
+    model_entry,
+    names,
+    of_share,
+    opened,
+    plant,
+    results,
+    share,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from remote_servers import Mooncake, Valkey
-from store_helpers import make_entry, same
+from store_helpers import make_entry
 
 from kvmosaic.core.config import load_config
-from kvmosaic.core.entry import ChunkKV
-from kvmosaic.core.heads import HeadRange, HeadShare
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.store import ChunkStorageManager, LookupResult, MissReason, open_store
+from kvmosaic.store import MissReason, open_store
 from kvmosaic.store.codec import encode
 from kvmosaic.store.remote.heads import split
-from kvmosaic.store.remote.keys import HeadPoolKey, group_of, names_of, parse_remote_key, remote_key
+from kvmosaic.store.remote.keys import names_of, remote_key
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 
-HEADS, LAYERS = 8, 3
 SIZES = (1, 2, 4, 8, 16)
 sizes = st.sampled_from(SIZES)
-texts = st.text(st.characters(codec="utf-8"), max_size=40)
-head_keys = st.integers(0, 99).flatmap(
-    lambda last: st.builds(
-        HeadPoolKey,
-        texts,
-        texts,
-        texts,
-        st.binary(min_size=16, max_size=16),
-        st.integers(1, 10**6),
-        st.integers(0, last),
-        st.just(last),
-        st.integers(0, last),
-        st.just(last + 1),
-    )
-)
-
-
-def share(rank: int, ranks: int, heads: int = HEADS) -> HeadShare:
-    return HeadShare.of_rank(rank, ranks, heads, LAYERS)
-
-
-def model_entry(number: int, heads: int = HEADS, **options: Any) -> ChunkKV:
-    """All heads of a chunk."""
-    return make_entry(number, heads=heads, layers=LAYERS, **options)
-
-
-def of_share(entry: ChunkKV, own: HeadShare) -> ChunkKV:
-    """What a rank has of an entry of the whole model."""
-    heads = own.heads
-    data = entry.data[heads.first : heads.last + 1].clone()
-    return ChunkKV(
-        replace(entry.key, heads=str(heads)),
-        entry.tokens,
-        entry.context,
-        replace(entry.format, heads=heads.count),
-        data,
-    )
-
-
-def opened(url: str, own: HeadShare) -> ChunkStorageManager:
-    config = load_config(remote=url, per_head_storage=True, remote_deadline_ms=10_000)
-    return open_store(config, share=own)
-
-
-def engine(url: str, ranks: int, heads: int = HEADS) -> list[ChunkStorageManager]:
-    """The stores of all ranks of an engine that was just started."""
-    return [opened(url, share(rank, ranks, heads)) for rank in range(ranks)]
-
-
-def close(stores: list[ChunkStorageManager]) -> None:
-    for store in stores:
-        store.close()
-
-
-def fill(url: str, ranks: int, entries: list[ChunkKV]) -> None:
-    """As an engine of so many ranks fills chunks."""
-    heads = entries[0].format.heads
-    stores = engine(url, ranks, heads)
-    for rank, store in enumerate(stores):
-        for entry in entries:
-            assert store.put(of_share(entry, share(rank, ranks, heads)))
-    close(stores)
-    assert all(store.get_stats()["write_errors"] == 0 for store in stores)
-
-
-def find(store: ChunkStorageManager, entry: ChunkKV) -> LookupResult:
-    return store.lookup(entry.key, entry.tokens, entry.context)
-
-
-def results(url: str, ranks: int, entry: ChunkKV) -> list[LookupResult]:
-    """What each rank of an engine that was just started finds, checked against what it must be."""
-    stores = engine(url, ranks, entry.format.heads)
-    found = []
-    for rank, store in enumerate(stores):
-        mine = of_share(entry, share(rank, ranks, entry.format.heads))
-        found.append(find(store, mine))
-        if found[-1].entry is not None:
-            assert same(found[-1].entry, mine)
-            assert found[-1].tier == "remote"
-    close(stores)
-    return found
-
-
-def names(tier: RemoteTier) -> list[str]:
-    return sorted(name for page in tier._client.scan("") for name in page)
-
-
-def head_name(entry: ChunkKV, head: int) -> str:
-    return names_of(of_share(entry, share(0, 1)).key)[head]
-
-
-def change(tier: RemoteTier, name: str, damage: Callable[[bytearray], None]) -> None:
-    """Alter a stored value."""
-    found: list[Any] = []
-
-    def buffer_for(_: int, nbytes: int) -> Any:
-        found.append(np.empty(nbytes, np.uint8))
-        return found[-1]
-
-    tier._client.get_into([name], buffer_for)
-    value = bytearray(found[-1].tobytes())
-    damage(value)
-    plant(tier, name, value)
-
-
-def plant(tier: RemoteTier, name: str, value: bytes | bytearray) -> None:
-    tier._client.delete([name])
-    assert tier._client.put([name], [[memoryview(bytes(value))]]) == [None]
-
-
-@given(head_keys, head_keys)
-def test_keys_are_told_apart_and_read_back(key: HeadPoolKey, other: HeadPoolKey) -> None:
-    name = str(key)
-    assert parse_remote_key(name) == key
-    assert name.isascii()
-    assert (str(other) == name) == (other == key)
-    assert names_of(key.entry_key) == [name]
-    assert group_of(name) == group_of(str(key._replace(head=0)))
-    # Never that of an entry whose heads are stored together, not even of a rank that has just this head.
-    together = remote_key(replace(key.entry_key, heads=f"{key.head}-{key.head}of{key.heads}"))
-    assert together != name
-    assert group_of(together) == group_of(name)
-
-
-@pytest.mark.parametrize("part", ["L:0-1@head:8of8", "L:2-1@head:0of8", "L:0-1@head:00of8", "L:all@head:0-7of8L0-1"])
-def test_names_that_are_no_heads(part: str) -> None:
-    with pytest.raises(ValueError, match="not the key of"):
-        parse_remote_key(f"kvmosaic-1:a@b@fmt:c@{'0' * 32}@1@{part}")
-
-
-@given(
-    st.sampled_from([1, 2, 4, 8, 16, 64]), st.sampled_from([1, 2, 4, 8, 16, 64]), st.binary(min_size=16, max_size=16)
-)
-def test_every_head_has_an_owner_and_one_writer(heads: int, ranks: int, content: bytes) -> None:
-    """As vLLM spreads them: consecutive heads, replicas next to one another."""
-    shares = [HeadShare.of_rank(rank, ranks, heads, LAYERS) for rank in range(ranks)]
-    owned = [head for own in shares for head in range(own.heads.first, own.heads.last + 1)]
-    assert owned == sorted(list(range(heads)) * max(1, ranks // heads))
-    written = [head for own in shares if own.writes(content) for head in range(own.heads.first, own.heads.last + 1)]
-    assert written == list(range(heads))
-    assert all(HeadRange.parse(str(own.heads)) == own.heads for own in shares)
-
-
-def test_writers_take_turns() -> None:
-    hashes = [model_entry(number).key.content_hash for number in range(200)]
-    counts = [sum(map(share(rank, 16).writes, hashes)) for rank in (0, 1)]
-    assert sum(counts) == 200
-    assert min(counts) > 50
-
-
-@pytest.mark.parametrize("ranks", [3, 12])
-def test_heads_that_cannot_be_spread_evenly(ranks: int) -> None:
-    with pytest.raises(ValueError, match="cannot be spread"):
-        HeadShare.of_rank(0, ranks, 8, LAYERS)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -337,13 +193,16 @@ def test_many_chunks_and_heads_take_few_calls(
         )
     entries = [of_share(model_entry(number), share(0, 2)) for number in range(40)]
     writer = opened(server.url, share(0, 2))
-    writer.put(entries[0])
+    for entry in entries[:2]:
+        writer.put(entry)
     writer.close()
-    assert made.count("put") == 1
+    assert made.count("put") == 2
+    tier._client.delete([names_of(entries[1].key)[2]])
     store = opened(server.url, share(0, 2))
     made.clear()
     absent = store.absent(entry.key for entry in entries)
     assert made == ["exists"]
+    assert {key for _, key in absent} == {entry.key for entry in entries[1:]}
     found = [store.lookup(entry.key, entry.tokens, entry.context, absent=absent) for entry in entries]
     assert [result.entry is not None for result in found] == [True] + 39 * [False]
     assert made.count("get_into") == 1

@@ -14,7 +14,10 @@ from tests.engines.vllm.test_tensor_parallel import ROOT, TWO_CORES
 from tests.engines.vllm.tiny import write_tiny_llama
 from tests.store.remote_servers import Mooncake, Valkey
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU"),
+    pytest.mark.timeout(1800),  # engines are started one after the other, and one takes minutes on a busy machine
+]
 
 FILLED = [["filled", None]] * 5
 FROM_POOL = [["cached", "remote"]] * 5
