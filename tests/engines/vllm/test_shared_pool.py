@@ -23,8 +23,8 @@ FILLED = [["filled", None]] * 5
 FROM_POOL = [["cached", "remote"]] * 5
 
 
-def run(model, ranks, url, *sets):
-    """What an engine in a process of its own makes of these sets of documents."""
+def run(model, ranks, url, *sets, conversations=None):
+    """What an engine in a process of its own makes of these sets of documents, and of conversations."""
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the program sends its workers a function
@@ -33,7 +33,11 @@ def run(model, ranks, url, *sets):
     }
     program = [sys.executable, str(Path(__file__).with_name("shared_pool.py")), model, str(ranks), url]
     done = subprocess.run(
-        [*program, ",".join(map(str, sets))], env=environment, capture_output=True, text=True, timeout=500
+        [*program, ",".join(map(str, sets)), json.dumps(conversations or {})],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
@@ -51,15 +55,25 @@ def alone(model):
     return run(model, 1, "none", 1, 2)
 
 
+@pytest.fixture(scope="module")
+def turns(model, alone):
+    """What it says when the conversations go on."""
+    said = run(model, 1, "none", 1, 2, conversations={number: alone[number]["conversation"] for number in ("1", "2")})
+    return {number: said[number]["turn"] for number in ("1", "2")}
+
+
 @pytest.mark.parametrize("kind", [Valkey, Mooncake], ids=lambda kind: kind.kind)
-def test_each_size_serves_what_the_other_filled(tmp_path, model, alone, kind):
+def test_each_size_serves_what_the_other_computed(tmp_path, model, alone, turns, kind):
     pool = kind(tmp_path)
     try:
         two = run(model, 2, pool.url, 1)
-        one = run(model, 1, pool.url, 1, 2)
-        two_again = run(model, 2, pool.url, 2)
+        one = run(model, 1, pool.url, 1, 2, conversations={"1": two["1"]["conversation"]})
+        two_again = run(model, 2, pool.url, 2, conversations={"2": one["2"]["conversation"]})
     finally:
         pool.kill()
+    # By a prefill and by decoding, at one size, and served at the other.
+    assert one["1"]["cached"] == two_again["2"]["cached"] == 512
+    assert (one["1"]["turn"], two_again["2"]["turn"]) == (turns["1"], turns["2"])
     assert two["ranks"] == two_again["ranks"] == [["0-1of4L0-2", 0], ["2-3of4L0-2", 0]]
     assert one["ranks"] == [["0-3of4L0-2", 0]]
     assert two["1"]["fate"] == one["2"]["fate"] == alone["1"]["fate"] == alone["2"]["fate"] == FILLED

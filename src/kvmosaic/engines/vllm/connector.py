@@ -31,6 +31,7 @@ from kvmosaic.engines.vllm.self_test import self_test
 from kvmosaic.engines.vllm.sparse import SparseForward
 from kvmosaic.engines.vllm.support import unsupported
 from kvmosaic.engines.vllm.worker import current_runner
+from kvmosaic.models.digest import weights_digest
 
 logger = init_logger(f"vllm.{__name__}")
 """Under vLLM's own, whose prefix, level and handlers it so has."""
@@ -123,18 +124,20 @@ class ChunkConnector(KVConnectorBase_V1):
                 "--worker-cls kvmosaic.engines.vllm.worker.ChunkWorker"
             )
         model = self._vllm_config.model_config
+        config = model.hf_text_config.to_dict()
         identity = {
             "dtype": str(model.dtype),
             "quantization": model.quantization,
             "revision": model.revision,
-            "config": model.hf_text_config.to_dict(),
-            "weights": _weight_files(model.model),
+            # Less what depends on where it lies and who reads it.
+            "config": {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")},
+            "weights": weights_digest(Path(model.model)),
         }
         forward = SparseForward(self._vllm_config, runner, self._caches)
         ranks, sink = Ranks(model, len(forward.layers)), self._sink()
         self.loader = ChunkLoader(
             self._config,
-            model.model,
+            Path(model.model).name,  # the same wherever its folder is, or whoever owns it on the hub
             identity,
             sink,
             self._parser,
@@ -249,13 +252,6 @@ class ChunkConnector(KVConnectorBase_V1):
         bos = self._vllm_config.model_config.hf_text_config.bos_token_id
         encode = None if self._tokenizer is None else partial(self._tokenizer.encode, add_special_tokens=False)
         return sink_tokens(self._config.sink_prefix, self._config.chunk_separator, bos, encode)
-
-
-def _weight_files(model: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of a local model's files: new weights in the same folder must get other keys. A hub name
-    is told apart by its revision."""
-    files = sorted(path for path in Path(model).glob("*") if path.is_file())
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def _tokenizer(vllm_config: Any) -> Any:
