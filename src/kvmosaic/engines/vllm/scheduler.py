@@ -263,6 +263,8 @@ class ChunkScheduler:
                 plan = self._plans.get(request_id)
                 if plan is not None and plan.waiting_for:
                     plan.waiting_for.discard(rank.rank)
+        if self._off:
+            self._prefixes = None  # whatever failed, it moves those, too
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request is over, or was aborted. What happened to its chunks, if it wants to know."""
