@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
-from kvmosaic.blend.query_attention import check_layers, middle_layers, question_scores
+from kvmosaic.blend.query_attention import PROBED_LAYERS, check_layers, middle_layers, question_scores
 from kvmosaic.blend.sink_link import first_tokens
 from kvmosaic.blend.spans import best_spans
 
@@ -27,7 +27,7 @@ class Composite(Policy):
     reach: Annotated[float, Field(gt=0, le=1e9)] = 16.0
     runs: Annotated[int, Field(ge=1, lt=2**31)] = 256
     """About so many runs at most: lone tokens are the better choice, but each run costs an attention of its own."""
-    layers: Annotated[int, Field(ge=1, lt=2**31)] = 3
+    layers: Annotated[int, Field(ge=1, lt=2**31)] = PROBED_LAYERS
     asking: Annotated[float, Field(ge=0, le=1)] = 0.16
     """The question is asked only where that costs at most this part of what may be spent; else starts it is."""
 

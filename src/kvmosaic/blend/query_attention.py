@@ -13,6 +13,9 @@ from kvmosaic.core.errors import ConfigError
 FIRST_PART, LAST_PART = 0.45, 0.75
 """Middle layers, as parts of the model's depth: earlier ones look at words, later ones at the answer."""
 
+PROBED_LAYERS = 3
+"""By default so many of them are probed, or all where there are fewer."""
+
 
 @dataclass(frozen=True)
 class QueryAttention(Policy):
@@ -21,7 +24,7 @@ class QueryAttention(Policy):
     name: ClassVar[str] = "query-attention"
     reads_content: ClassVar[bool] = True
     span: Annotated[int, Field(ge=1, lt=2**31)] = 16
-    layers: Annotated[int, Field(ge=1, lt=2**31)] = 3
+    layers: Annotated[int, Field(ge=1, lt=2**31)] = PROBED_LAYERS
 
     def check(self, num_layers: int) -> None:
         check_layers(self.name, self.layers, num_layers)
@@ -36,8 +39,8 @@ class QueryAttention(Policy):
 
 
 def check_layers(name: str, wanted: int, num_layers: int) -> None:
-    """Refuse to probe more layers than the model has."""
-    if wanted > num_layers:
+    """Refuse to probe more layers than the model has; the default is for any model."""
+    if wanted > max(num_layers, PROBED_LAYERS):
         raise ConfigError(f"{name}: layers={wanted} is more than the model's {num_layers}")
 
 
