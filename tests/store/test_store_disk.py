@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -79,6 +80,14 @@ def test_roundtrip_of_every_dtype_and_a_slice_of_heads(tmp_path: Path, dtype: to
 
 
 ENTRY = make_entry(5, heads=3)
+
+
+@pytest.mark.parametrize("heads", ["all", "0-1of4", "2-3of4L0-1"])
+def test_a_start_lists_entries_of_any_heads(tmp_path: Path, heads: str) -> None:
+    entry = make_entry(1)
+    entry = replace(entry, key=replace(entry.key, heads=heads))
+    DiskTier(tmp_path, 10**6).put(entry)
+    assert [info.key for info in DiskTier(tmp_path, 10**6).scan()] == [entry.key]
 
 
 def test_room_is_made_for_the_whole_file(tmp_path: Path) -> None:

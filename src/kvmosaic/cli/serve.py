@@ -34,6 +34,9 @@ def serve(
         bool | None,
         typer.Option("--per-head-storage", help="Share the remote tier with other tensor-parallel sizes."),
     ] = None,
+    prefix_blocks: Annotated[
+        bool | None, typer.Option("--prefix-blocks", help="Also store the KV of ordinary prompts and answers.")
+    ] = None,
     tenant: Annotated[str | None, typer.Option(help="Whose entries these are.")] = None,
 ) -> None:
     """Start vLLM's OpenAI server with a chunk cache. All other options go to ``vllm serve``."""

@@ -13,16 +13,31 @@ PIECE_BYTES = 2**24
 READERS = 8
 
 
-def weights_digest(folder: Path) -> list[tuple[str, int, str]] | None:
-    """Name, size and content hash of each file of weights; ``None`` where there is no such folder, as for a name on
-    the hub, whose revision says it. Files were just read by whoever loaded the model, so this is about as fast as
-    memory; and each is read once, as its hash is kept until the file changes."""
-    if not folder.is_dir():
+def weights_digest(model: str, revision: str | None = None) -> list[tuple[str, int, str]] | None:
+    """Name, size and content hash of each file of weights of a folder, a file or a name on the hub; ``None`` where
+    the hub's cache does not have it: then the name and the revision have to do. Files were just read by whoever
+    loaded the model, so this is about as fast as memory; and each is read once: its hash is kept until it changes."""
+    place = Path(model) if Path(model).exists() else _hub_folder(model, revision)
+    if place is None:
         return None
-    files = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
+    every = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
+    # Weights of a kind that nobody here knows are better told apart too often than not at all.
+    files = [path for path in every if path.suffix in WEIGHTS] or every
     with ThreadPoolExecutor(READERS) as pool:
         digests = pool.map(_digest, files)
         return [(path.name, path.stat().st_size, digest) for path, digest in zip(files, digests, strict=True)]
+
+
+def _hub_folder(model: str, revision: str | None) -> Path | None:
+    """Where the hub's cache has a model."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # not a name on the hub
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _digest(path: Path) -> str:

@@ -124,6 +124,8 @@ class ChunkConnector(KVConnectorBase_V1):
                 "--worker-cls kvmosaic.engines.vllm.worker.ChunkWorker"
             )
         model = self._vllm_config.model_config
+        forward = SparseForward(self._vllm_config, runner, self._caches)
+        ranks, sink = Ranks(model, len(forward.layers)), self._sink()
         config = model.hf_text_config.to_dict()
         identity = {
             "dtype": str(model.dtype),
@@ -131,13 +133,12 @@ class ChunkConnector(KVConnectorBase_V1):
             "revision": model.revision,
             # Less what depends on where it lies and who reads it.
             "config": {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")},
-            "weights": weights_digest(Path(model.model)),
+            "weights": ranks.first(weights_digest(model.model, model.revision) if ranks.rank == 0 else None),
         }
-        forward = SparseForward(self._vllm_config, runner, self._caches)
-        ranks, sink = Ranks(model, len(forward.layers)), self._sink()
         self.loader = ChunkLoader(
             self._config,
-            Path(model.model).name,  # the same wherever its folder is, or whoever owns it on the hub
+            # The same wherever its folder is. A name on the hub is one with its owner.
+            Path(model.model).name if Path(model.model).exists() else model.model,
             identity,
             sink,
             self._parser,

@@ -6,6 +6,7 @@ where it was. Requests with blended chunks have none of their own; their KV is a
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from struct import unpack
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
@@ -158,12 +159,13 @@ class PrefixScheduler:
         return [PrefixSave(tuple(tokens[:end]), missing, self.part, tuple(blocks))]
 
     def _digest(self, exact: _Exact, index: int) -> bytes:
-        """Content hash of a part."""
+        """Content hash of a part, chained to the one before it: to hash all that precedes it for every part of a long
+        prompt would keep the scheduler busy for seconds. What is found by it is still compared token by token."""
         tokens = exact.request.all_token_ids
         while len(exact.digests) <= index:
             start = len(exact.digests) * self.part
-            part = tuple(tokens[start : start + self.part])
-            exact.digests.append(content_hash(part, tuple(tokens[:start]), self._algorithm))
+            before = unpack("<4i", exact.digests[-1]) if exact.digests else ()
+            exact.digests.append(content_hash(tokens[start : start + self.part], before, self._algorithm))
         return exact.digests[index]
 
     def _has(self, digest: bytes) -> bool:

@@ -1,12 +1,14 @@
 """Tensor parallelism: which heads this rank has, and what all ranks agree on."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed import get_tp_group
 
 from kvmosaic.core.heads import HeadShare
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -36,8 +38,8 @@ class Ranks:
             torch.distributed.all_reduce(total, group=self._group.cpu_group)
         return total
 
-    def first(self, mine: torch.Tensor) -> torch.Tensor:
-        """What the first rank has, a tensor on the CPU: ranks that compute alike may still round differently, and one
+    def first(self, mine: T) -> T:
+        """What the first rank has, tensors on the CPU: ranks that compute alike may still round differently, and one
         token more on one of them would leave the others waiting."""
         if self.count == 1:
             return mine

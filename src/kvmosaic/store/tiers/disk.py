@@ -15,6 +15,7 @@ from urllib.parse import quote
 import xxhash
 
 from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.heads import KEY_PART
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
 from kvmosaic.store.codec import max_file_bytes, read_entry, read_key, write_entry
@@ -26,7 +27,7 @@ INCOMING = "incoming"
 SUFFIX = ".safetensors"
 STALE_SECONDS = 3600
 _MAX_NAME = 100
-_ENTRY_NAME = re.compile(r"[0-9a-f]{32}-\d+-(all|\d+-\d+of\d+)\.safetensors")
+_ENTRY_NAME = re.compile(rf"[0-9a-f]{{32}}-\d+-({KEY_PART.pattern})\.safetensors")
 
 
 def entry_path(key: ChunkKey) -> Path:
