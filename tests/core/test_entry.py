@@ -5,6 +5,8 @@ import torch
 
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.window import WindowTails
+from tests.entries import kv_of
 
 KEY = ChunkKey(bytes(16), 5, "m", "f")
 
@@ -14,22 +16,33 @@ def test_layout_is_head_major_and_one_head_is_contiguous():
     entry = ChunkKV.from_kv(KEY, range(5), [], k, v)
     assert torch.equal(entry.data.view(2, 3, 2, 5, 8), torch.stack([k, v], dim=2))
     assert entry.data[1].is_contiguous()
-    assert torch.equal(entry.k, k)
-    assert torch.equal(entry.v, v)
+    assert all(map(torch.equal, kv_of(entry), (k, v)))
     assert entry.nbytes == 5 * entry.format.bytes_per_token
 
 
 def test_unequal_dims_of_mla():
     k, v = torch.randn(1, 3, 5, 32), torch.randn(1, 3, 5, 8)
     entry = ChunkKV.from_kv(KEY, range(5), [1], k, v)
-    assert torch.equal(entry.k, k)
-    assert torch.equal(entry.v, v)
+    assert all(map(torch.equal, kv_of(entry), (k, v)))
     assert entry.first_position == 1
+
+
+@pytest.mark.parametrize("tail", [1, 3, 5, 9])
+def test_windowed_layers_keep_the_last_tokens(tail):
+    k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 6)
+    entry = ChunkKV.from_kv(KEY, range(5), [], k, v, WindowTails((0, 2), tail))
+    kept = min(tail, 5)
+    assert entry.nbytes == 2 * (2 * 5 + 2 * kept) * (8 + 6) * 4
+    for layer in range(4):
+        start = 5 - kept if layer in (0, 2) else 0
+        ours = entry.layer(layer)
+        assert torch.equal(ours[0], k[:, layer, start:])
+        assert torch.equal(ours[1], v[:, layer, start:])
 
 
 def test_wrong_shape_or_dtype_is_refused():
     kv_format = KVFormat(3, 2, 8, 8, torch.float32)
-    for data in (torch.zeros(2, 3, 79), torch.zeros(2, 3, 80, dtype=torch.bfloat16)):
+    for data in (torch.zeros(2, 239), torch.zeros(2, 240, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="its format says"):
             ChunkKV(KEY, tuple(range(5)), (), kv_format, data)
 

@@ -25,7 +25,7 @@ def make_entry(
     key = ChunkKey(content_hash(ids, CONTEXT), tokens, "org/model", "f0", tenant)
     kv_format = KVFormat(layers, heads, k_dim, v_dim, dtype)
     generator = torch.Generator().manual_seed(number * 17 + version)
-    shape = (heads, layers, tokens * (k_dim + v_dim) * dtype.itemsize)
+    shape = (heads, layers * tokens * (k_dim + v_dim) * dtype.itemsize)
     raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     return ChunkKV(key, ids, CONTEXT, kv_format, raw.view(dtype))
 

@@ -122,7 +122,7 @@ def test_a_view_is_stored_with_memory_of_its_own() -> None:
     store = ChunkStorageManager([HostTier(PLENTY)])
     entry = make_entry(1)
     big = torch.cat([entry.data, entry.data], dim=1)
-    view = ChunkKV(entry.key, entry.tokens, entry.context, entry.format, big[:, :2])
+    view = ChunkKV(entry.key, entry.tokens, entry.context, entry.format, big[:, : entry.data.shape[1]])
     store.put(view)
     big.zero_()
     found = find(store, entry).entry

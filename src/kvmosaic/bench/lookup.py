@@ -27,7 +27,7 @@ def _key(number: int) -> ChunkKey:
 
 def _measure(entries: int) -> dict[str, Any]:
     store = ChunkStorageManager([HostTier(2**30)])
-    data = torch.zeros(1, 1, 2)
+    data = torch.zeros(1, 2)
     for number in range(entries):
         store.put(ChunkKV(_key(number), (number,), (), KVFormat(1, 1, 1, 1, torch.float32), data))
     rng = random.Random(0)

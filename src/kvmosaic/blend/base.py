@@ -97,6 +97,9 @@ class Policy(ABC):
     name: ClassVar[str]
     reads_content: ClassVar[bool] = False
     """Whether what it chooses depends on more than the chunks' places."""
+    picks_starts: ClassVar[bool] = False
+    """Whether all it chooses are the first tokens of chunks. Of their own chunk these see nothing but one another, so
+    that layers with a sliding window need no more of a chunk than its end."""
 
     def check(self, num_layers: int) -> None:
         """Raise :class:`ConfigError` if it cannot work with a model of so many layers."""

@@ -12,6 +12,7 @@ class RecomputeNone(Policy):
     """Chunks are used as they were computed alone."""
 
     name: ClassVar[str] = "none"
+    picks_starts: ClassVar[bool] = True
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         return Selection()
@@ -22,6 +23,7 @@ class RecomputeAll(Policy):
     """Every chunk token is recomputed, whatever the ratio: the result is that of a full prefill."""
 
     name: ClassVar[str] = "all"
+    picks_starts: ClassVar[bool] = True
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         return Selection(tuple(assembled.positions().tolist()))

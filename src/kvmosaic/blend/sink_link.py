@@ -15,6 +15,7 @@ class SinkLink(Policy):
     of every chunk, or with 0 as many as the ratio allows."""
 
     name: ClassVar[str] = "sink-link"
+    picks_starts: ClassVar[bool] = True
     k: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:

@@ -56,6 +56,9 @@ class ChunkCacheConfig(BaseSettings):
     prefix_blocks: bool = False
     """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed, and serves it
     to prompts that begin with the same tokens: after vLLM's own prefix cache forgot it, or in another engine."""
+    window_tails: bool = True
+    """Whether the vLLM engine stores of layers with a sliding window only what tokens behind a chunk can see. It does
+    not with a recompute_ratio and policy that recompute tokens inside chunks, which see more."""
     self_test: bool = True
     """Whether engines compare reuse with what it has to equal when they start, and do without it if it differs."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.window import WHOLE, WindowTails
 
 VIRTUAL_POS_START = 0
 """Position of the first context token (sink prefix) when a chunk is computed alone."""
@@ -21,19 +22,26 @@ class KVFormat:
     k_dim: int
     v_dim: int
     dtype: torch.dtype
+    tails: WindowTails = WHOLE
+    """Where layers with a sliding window keep less than all tokens."""
 
     @property
     def bytes_per_token(self) -> int:
+        """Of a token that every layer keeps."""
         return self.layers * self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
+
+    def numbers(self, tokens: int) -> int:
+        """Numbers per head of an entry of so many tokens."""
+        return self.tails.begins(self.layers, tokens)[-1] * (self.k_dim + self.v_dim)
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
     """One chunk's canonical KV.
 
-    ``data`` is ``[heads, layers, tokens * (k_dim + v_dim)]``: per head and layer first all K rows, then
-    all V rows. With equal dims that is ``[heads, layers, 2, tokens, head_dim]``, so one head is one
-    contiguous buffer and a tensor-parallel rank of any size reads exactly the heads it owns.
+    ``data`` is ``[heads, numbers]``: per head, layer after layer, first its K rows, then its V rows, of all tokens or
+    of the last ones. With equal dims and nothing left out that is ``[heads, layers, 2, tokens, head_dim]``. One head
+    is one contiguous buffer, so a tensor-parallel rank of any size reads exactly the heads it owns.
     """
 
     key: ChunkKey
@@ -44,8 +52,7 @@ class ChunkKV:
     data: torch.Tensor
 
     def __post_init__(self) -> None:
-        width = len(self.tokens) * (self.format.k_dim + self.format.v_dim)
-        expected = (self.format.heads, self.format.layers, width)
+        expected = (self.format.heads, self.format.numbers(len(self.tokens)))
         if tuple(self.data.shape) != expected or self.data.dtype != self.format.dtype:
             raise ValueError(f"entry data is {tuple(self.data.shape)} {self.data.dtype}, its format says {expected}")
 
@@ -57,25 +64,33 @@ class ChunkKV:
         context: Sequence[int],
         k: torch.Tensor,
         v: torch.Tensor,
+        tails: WindowTails = WHOLE,
     ) -> "ChunkKV":
-        """Pack K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]`` into an entry."""
+        """Pack K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``, less what ``tails``
+        leave out, into an entry."""
         heads, layers, count, k_dim = k.shape
-        data = torch.cat([k.reshape(heads, layers, -1), v.reshape(heads, layers, -1)], dim=-1)
-        kv_format = KVFormat(layers, heads, k_dim, v.shape[-1], k.dtype)
         assert count == len(tokens)
+        kv_format = KVFormat(layers, heads, k_dim, v.shape[-1], k.dtype, tails)
+        if tails.cuts(count):
+            starts = [count - tails.kept(layer, count) for layer in range(layers)]
+            parts = [part[:, layer, start:] for layer, start in enumerate(starts) for part in (k, v)]
+            data = torch.cat([part.reshape(heads, -1) for part in parts], dim=1)
+        else:
+            data = torch.cat([k.reshape(heads, layers, -1), v.reshape(heads, layers, -1)], dim=-1).view(heads, -1)
         return cls(key, tuple(tokens), tuple(context), kv_format, data)
 
-    @property
-    def k(self) -> torch.Tensor:
-        """K rows, a view ``[heads, layers, tokens, k_dim]``."""
-        split = len(self.tokens) * self.format.k_dim
-        return self.data[..., :split].view(*self.data.shape[:2], len(self.tokens), self.format.k_dim)
-
-    @property
-    def v(self) -> torch.Tensor:
-        """V rows, a view ``[heads, layers, tokens, v_dim]``."""
-        split = len(self.tokens) * self.format.k_dim
-        return self.data[..., split:].view(*self.data.shape[:2], len(self.tokens), self.format.v_dim)
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of one layer, views; those of the last ``kept``
+        tokens."""
+        kv_format, tokens = self.format, len(self.tokens)
+        width = kv_format.k_dim + kv_format.v_dim
+        kept = kv_format.tails.kept(index, tokens)
+        begin = kv_format.tails.begins(index, tokens)[-1] * width
+        split, end = begin + kept * kv_format.k_dim, begin + kept * width
+        return (
+            self.data[:, begin:split].view(kv_format.heads, kept, kv_format.k_dim),
+            self.data[:, split:end].view(kv_format.heads, kept, kv_format.v_dim),
+        )
 
     @property
     def first_position(self) -> int:

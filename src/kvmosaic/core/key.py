@@ -15,7 +15,7 @@ from kvmosaic.core.heads import ALL_HEADS, KEY_PART
 
 HASH_BYTES = 16
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Part of every fingerprint: raise it when the meaning of stored bytes changes."""
 
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {

@@ -12,6 +12,7 @@ from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.store import ChunkStorageManager, open_store
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -63,8 +64,9 @@ class ChunkCache:
         share: HeadShare,
         max_positions: int | None,
         device_pool: torch.Tensor | None = None,
+        tails: WindowTails = WHOLE,
     ) -> None:
-        """``share`` is what this process holds of the model's KV."""
+        """``share`` is what this process holds of the model's KV, ``tails`` what entries keep of it."""
         self.store: ChunkStorageManager = open_store(config, device_pool, share)
         self.sink = tuple(sink)
         self._config = config
@@ -72,6 +74,7 @@ class ChunkCache:
         self._parser = parser
         self._engine = engine
         self._max_positions = max_positions
+        self._tails = tails
         self._heads = str(share.heads) if config.per_head_storage else share.together
         self._fingerprints: dict[str | None, str] = {}
 
@@ -104,7 +107,7 @@ class ChunkCache:
     def _fingerprint(self, length: int) -> str:
         made_by = self._engine.fingerprint(length)
         if made_by not in self._fingerprints:
-            self._fingerprints[made_by] = format_fingerprint(engine=made_by, sink=self.sink)
+            self._fingerprints[made_by] = format_fingerprint(engine=made_by, sink=self.sink, tails=self._tails)
         return self._fingerprints[made_by]
 
     def find(
@@ -154,9 +157,16 @@ class ChunkCache:
         entries = []
         computed = self._engine.fill(context, list(chunks.values()), length)
         for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
-            entries.append(ChunkKV.from_kv(key, chunk, context, k, v))
-            self.store.put(entries[-1])
+            entries.append(self.put(key, chunk, context, k, v))
         return entries
+
+    def put(
+        self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], k: torch.Tensor, v: torch.Tensor
+    ) -> ChunkKV:
+        """Store the KV of tokens, K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
+        entry = ChunkKV.from_kv(key, tokens, context, k, v, self._tails)
+        self.store.put(entry)
+        return entry
 
     def take_changes(self, length: int) -> dict[bytes, str | None]:
         """Chunks for prompts like one of ``length`` tokens that came, moved or went since the last call, at the first

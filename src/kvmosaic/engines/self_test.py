@@ -15,6 +15,7 @@ import torch
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey, content_hash
 from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.core.window import WHOLE, WindowTails
 
 SYSTEM_TOKENS, CHUNK_TOKENS, QUESTION_TOKENS = 33, (17, 22), 16
 """Sizes of the prompt's parts. What stands before chunks is long enough that keys turn far."""
@@ -77,10 +78,15 @@ def trial_prompts(context_tokens: int, vocabulary: int, limit: int | None) -> li
     return [ChunkedPrompt(each, tuple(map(Span, ends, ends[1:]))) for each in tokens]
 
 
-def trial_entry(tokens: tuple[int, ...], context: tuple[int, ...], kv: tuple[torch.Tensor, torch.Tensor]) -> ChunkKV:
+def trial_entry(
+    tokens: tuple[int, ...],
+    context: tuple[int, ...],
+    kv: tuple[torch.Tensor, torch.Tensor],
+    tails: WindowTails = WHOLE,
+) -> ChunkKV:
     """An entry that no store will see, of K ``[heads, layers, tokens, k_dim]`` and V ``[…, v_dim]``."""
     key = ChunkKey(content_hash(tokens, context), len(tokens), "self-test", "self-test", "self-test")
-    return ChunkKV.from_kv(key, tokens, context, *kv)
+    return ChunkKV.from_kv(key, tokens, context, *kv, tails)
 
 
 def failure(trials: Iterable[Trial], dtype: torch.dtype, ranks: int = 1) -> str | None:

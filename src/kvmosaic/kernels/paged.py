@@ -6,13 +6,15 @@ Each is a Triton kernel beside a torch reference of the same meaning, which runs
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvmosaic.core.rotation import CosSin, RotaryColumns, rotate_, rotation_between
+from kvmosaic.core.window import WHOLE, WindowTails
 
 try:
     import triton
@@ -28,7 +30,7 @@ class Move(NamedTuple):
     """An entry and its place in a paged sequence."""
 
     data: torch.Tensor
-    """``[heads, layers, tokens * (k_dim + v_dim)]``, contiguous; in device memory, or pinned in the host's."""
+    """``[heads, numbers]`` like an entry's, contiguous; in device memory, or pinned in the host's."""
     tokens: int
     old: int
     """Position its first token was computed at."""
@@ -73,27 +75,33 @@ class PagedCaches:
         return torch.tensor(addresses, dtype=torch.int64, device=self.layers[0].device)
 
 
-def scatter(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int = 0) -> None:
-    """Copy entries into the sequence in ``blocks``, except to positions below ``first``; keys are turned."""
-    _launch(moves, caches, blocks, first, into_cache=True)
+def scatter(
+    moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int = 0, tails: WindowTails = WHOLE
+) -> None:
+    """Copy entries, which keep what ``tails`` say, into the sequence in ``blocks``, except to positions below
+    ``first``; keys are turned."""
+    _launch(moves, caches, blocks, first, tails, into_cache=True)
 
 
 def gather(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int]) -> None:
-    """Copy the sequence in ``blocks`` into the ``data`` of each move, as it is."""
-    _launch(moves, caches, blocks, 0, into_cache=False)
+    """Copy the sequence in ``blocks`` into the ``data`` of each move, as it is and all of it."""
+    _launch(moves, caches, blocks, 0, WHOLE, into_cache=False)
 
 
-def scatter_reference(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int = 0) -> None:
+def scatter_reference(
+    moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int = 0, tails: WindowTails = WHOLE
+) -> None:
     """:func:`scatter` in torch operations."""
     for move in moves:
-        positions = torch.arange(move.new, move.new + move.tokens)
-        keep = positions >= first
-        rows, slots = _slots(positions[keep], caches, blocks)
         for index, (layer, table) in enumerate(zip(caches.layers, caches.tables, strict=True)):
-            k, v = (part[:, index] for part in _parts(move, caches))
+            k, v = _rows(move, caches, index, tails)
+            left_out = move.tokens - k.shape[1]
+            positions = torch.arange(move.new + left_out, move.new + move.tokens)
+            keep = positions >= first
+            rows, slots = _slots(positions[keep], caches, blocks)
             if table is not None:
                 assert caches.columns is not None
-                old = torch.arange(move.old, move.old + move.tokens)
+                old = torch.arange(move.old + left_out, move.old + move.tokens)
                 turn = rotation_between(_table_rows(table, old), _table_rows(table, positions))
                 k = k.clone()
                 rotate_(k, turn, caches.columns)
@@ -104,17 +112,21 @@ def gather_reference(moves: Sequence[Move], caches: PagedCaches, blocks: Sequenc
     """:func:`gather` in torch operations."""
     for move in moves:
         rows, slots = _slots(torch.arange(move.new, move.new + move.tokens), caches, blocks)
-        k, v = _parts(move, caches)
         for index, layer in enumerate(caches.layers):
+            k, v = _rows(move, caches, index, WHOLE)
             both = layer[rows, :, slots].transpose(0, 1)
-            k[:, index], v[:, index] = both[..., : caches.k_dim], both[..., caches.k_dim :]
+            k[:], v[:] = both[..., : caches.k_dim], both[..., caches.k_dim :]
 
 
-def _parts(move: Move, caches: PagedCaches) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of an entry, views ``[heads, layers, tokens, dim]``."""
-    split = move.tokens * caches.k_dim
-    shape = (*move.data.shape[:2], move.tokens)
-    return move.data[..., :split].view(*shape, caches.k_dim), move.data[..., split:].view(*shape, caches.v_dim)
+def _rows(move: Move, caches: PagedCaches, layer: int, tails: WindowTails) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one layer of an entry, views ``[heads, kept tokens, dim]``."""
+    begin = tails.begins(layer, move.tokens)[-1] * (caches.k_dim + caches.v_dim)
+    kept, heads = tails.kept(layer, move.tokens), len(move.data)
+    split, end = begin + kept * caches.k_dim, begin + kept * (caches.k_dim + caches.v_dim)
+    return (
+        move.data[:, begin:split].view(heads, kept, caches.k_dim),
+        move.data[:, split:end].view(heads, kept, caches.v_dim),
+    )
 
 
 def _slots(positions: torch.Tensor, caches: PagedCaches, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,12 +137,19 @@ def _table_rows(table: torch.Tensor, positions: torch.Tensor) -> CosSin:
     return CosSin(*table[positions].float().chunk(2, dim=-1))
 
 
-def _launch(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int, into_cache: bool) -> None:
+def _launch(
+    moves: Sequence[Move],
+    caches: PagedCaches,
+    blocks: Sequence[int],
+    first: int,
+    tails: WindowTails,
+    into_cache: bool,
+) -> None:
     """One launch over tiles of tokens times layers. Copies its small plan to the device; waits for nothing."""
     if not moves:
         return
-    heads, layers = moves[0].data.shape[:2]
-    assert len(caches.layers) == layers
+    heads, layers, width = len(moves[0].data), len(caches.layers), caches.k_dim + caches.v_dim
+    assert all(move.data.shape == (heads, tails.begins(layers, move.tokens)[-1] * width) for move in moves)
     assert len(blocks) * caches.block_size >= max(move.new + move.tokens for move in moves)
     # Per tile: address of the entry, its tokens, first token of the tile, where that was computed, where it goes.
     whole = np.array([(move.data.data_ptr(), move.tokens, 0, move.old, move.new) for move in moves], dtype=np.int64)
@@ -151,12 +170,15 @@ def _launch(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], f
         plan[5 * len(tiles) :],
         caches.pointers[0],
         caches.pointers[1],
+        _windowed(layers, tails, device),
         first,
         cache.stride(0),
         cache.stride(1),
         cache.stride(2),
         HEADS=heads,
         LAYERS=layers,
+        WINDOWED=len(tails.layers),
+        TAIL=tails.tokens,
         BLOCK=caches.block_size,
         K_DIM=caches.k_dim,
         V_DIM=caches.v_dim,
@@ -173,6 +195,13 @@ def _launch(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], f
     )
 
 
+@lru_cache(maxsize=16)
+def _windowed(layers: int, tails: WindowTails, device: torch.device) -> torch.Tensor:
+    """``[2, layers]``: whether a layer keeps only a tail, and how many before it do."""
+    cut = [int(layer in tails.layers) for layer in range(layers)]
+    return torch.tensor([cut, [0, *accumulate(cut)][:-1]], dtype=torch.int64, device=device)
+
+
 def _triton_type(dtype: torch.dtype) -> Any:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
@@ -185,12 +214,15 @@ if triton is not None:
         blocks,
         cache_addresses,
         table_addresses,
+        windowed,
         first,
         stride_block,
         stride_head,
         stride_token,
         HEADS: tl.constexpr,
         LAYERS: tl.constexpr,
+        WINDOWED: tl.constexpr,
+        TAIL: tl.constexpr,
         BLOCK: tl.constexpr,
         K_DIM: tl.constexpr,
         V_DIM: tl.constexpr,
@@ -217,7 +249,19 @@ if triton is not None:
         block = tl.load(blocks + new // BLOCK, mask=live, other=0)
         cache = tl.multiple_of(tl.load(cache_addresses + layer).to(tl.pointer_type(DTYPE)), 16)
         slots = cache + (block * stride_block + (new % BLOCK) * stride_token)
-        entry += layer * tokens * (K_DIM + V_DIM)
+        if WINDOWED > 0:
+            # Layers that keep a tail only have their rows counted from its first token.
+            tail = tl.minimum(tokens, TAIL)
+            windowed_before = tl.load(windowed + LAYERS + layer)
+            entry += ((layer - windowed_before) * tokens + windowed_before * tail) * (K_DIM + V_DIM)
+            head_rows = (LAYERS - WINDOWED) * tokens + WINDOWED * tail
+            kept = tl.where(tl.load(windowed + layer) != 0, tail, tokens)
+            rows -= tokens - kept
+            live &= rows >= 0
+        else:
+            entry += layer * tokens * (K_DIM + V_DIM)
+            head_rows = LAYERS * tokens
+            kept = tokens
 
         if PAIRS > 0:
             address = tl.load(table_addresses + layer)
@@ -238,7 +282,7 @@ if triton is not None:
         column = tl.arange(0, WIDEST)
         for head in range(HEADS):
             k_rows = entry + rows[:, None] * K_DIM
-            v_rows = entry + tokens * K_DIM + rows[:, None] * V_DIM + column[None, :]
+            v_rows = entry + kept * K_DIM + rows[:, None] * V_DIM + column[None, :]
             slot = slots[:, None] + head * stride_head
             if PAIRS > 0:
                 one = START + pair * STEP
@@ -252,7 +296,7 @@ if triton is not None:
                 still = (column < K_DIM) & ((column < START) | (column >= START + 2 * PAIRS))
                 _copy(k_rows + column[None, :], slot + column[None, :], live[:, None] & still[None, :], INTO_CACHE)
             _copy(v_rows, slot + K_DIM + column[None, :], live[:, None] & (column < V_DIM)[None, :], INTO_CACHE)
-            entry += LAYERS * tokens * (K_DIM + V_DIM)
+            entry += head_rows * (K_DIM + V_DIM)
 
     @triton.jit
     def _copy(entry_side, cache_side, mask, INTO_CACHE: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -29,10 +29,12 @@ def remap(
     assert len(turns) == entry.format.layers == k_out.shape[0]
     end = position + len(entry.tokens)
     assert 0 <= position < end <= k_out.shape[2]
+    assert not entry.format.tails.cuts(len(entry.tokens))
     # Layer by layer, so that on a CPU the rows just copied are turned while they are still in cache.
     for layer, layer_turn in enumerate(turns):
         rows = {"k": k_out[layer, :, position:end], "v": v_out[layer, :, position:end]}
-        rows["k"].copy_(entry.k[:, layer])
-        rows["v"].copy_(entry.v[:, layer])
+        k, v = entry.layer(layer)
+        rows["k"].copy_(k)
+        rows["v"].copy_(v)
         if layer_turn is not None:
             rotate_(rows[layer_turn.columns.part], layer_turn.turn, layer_turn.columns)

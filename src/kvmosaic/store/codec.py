@@ -19,9 +19,10 @@ import xxhash
 
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.window import WindowTails
 from kvmosaic.store.base import CorruptEntryError
 
-FORMAT_NAME = "kvmosaic-entry-1"
+FORMAT_NAME = "kvmosaic-entry-2"
 MAX_HEADER_BYTES = 1024**2
 ALIGNMENT = 64
 """Bytes; the KV starts at a multiple of it."""
@@ -85,7 +86,8 @@ def write_entry(path: Path, entry: ChunkKV) -> None:
 def max_file_bytes(entry: ChunkKV) -> int:
     """An upper bound, in bytes, of the file of ``entry``."""
     longest_key = 2 * len(str(entry.key))  # JSON escapes at most double what quoting leaves
-    return entry.nbytes + 4 * (len(entry.tokens) + len(entry.context)) + 33 * entry.format.heads + longest_key + 1024
+    small = 4 * (len(entry.tokens) + len(entry.context)) + 33 * entry.format.heads + 4 * entry.format.layers
+    return entry.nbytes + small + longest_key + 1024
 
 
 def read_key(path: Path) -> ChunkKey:
@@ -156,11 +158,12 @@ def _read_entry(source: _Source, key: ChunkKey) -> ChunkKV:
         k_dim=int(fields["k_dim"]),
         v_dim=int(fields["v_dim"]),
         dtype=getattr(torch, fields["dtype"]),
+        tails=WindowTails(tuple(map(int, fields["windowed"].split())), int(fields["tail"])),
     )
     data = _read_tensor(source, header, "kv").reshape(kv_format.heads, -1)
     if fields["head_checksums"] != _head_checksums(data):
         raise ValueError("the checksum of a head does not match")
-    kv = torch.from_numpy(data).view(kv_format.dtype).view(kv_format.heads, kv_format.layers, -1)
+    kv = torch.from_numpy(data).view(kv_format.dtype)
     if header["kv"]["shape"] != list(kv.shape):
         raise ValueError("the shape in the header does not match")
     return ChunkKV(key, _ints(tokens), _ints(context), kv_format, kv)
@@ -200,6 +203,8 @@ def _fields(entry: ChunkKV, kv: Bytes) -> dict[str, str]:
         "k_dim": str(entry.format.k_dim),
         "v_dim": str(entry.format.v_dim),
         "dtype": str(entry.format.dtype).removeprefix("torch."),
+        "windowed": " ".join(map(str, entry.format.tails.layers)),
+        "tail": str(entry.format.tails.tokens),
         "head_checksums": _head_checksums(kv),
     }
 

@@ -96,9 +96,8 @@ class VllmAssembled(AssembledPrompt):
 
     def _reused(self, layer: int, part: Part) -> torch.Tensor:
         """K or V of the chunk tokens at one layer, turned to their places: ``[kv_heads, chunk tokens, dim]``."""
-        rows = torch.cat(
-            [getattr(entry, part)[:, layer].to(self._forward.device) for entry, _ in self._moves], dim=1
-        ).contiguous()
+        which = 0 if part == "k" else 1
+        rows = torch.cat([entry.layer(layer)[which].to(self._forward.device) for entry, _ in self._moves], dim=1)
         turn = self._turns[layer]
         if turn is not None and turn.columns.part == part:
             rotate_(rows, turn.turn, turn.columns)

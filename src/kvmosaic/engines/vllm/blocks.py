@@ -4,14 +4,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
 import torch
 
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
-from kvmosaic.core.rotation import rotate_
+from kvmosaic.core.rotation import CosSin, rotate_
+from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.rotary import LayerRotary, turns_for
 from kvmosaic.engines.vllm.compat import paged_cache
 from kvmosaic.engines.vllm.packing import BlockReader
@@ -23,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
-
-SCRATCH_BYTES = 512 * 1024**2
-"""Most bytes of KV that a remap holds between entries and blocks."""
 
 
 class Part(NamedTuple):
@@ -41,6 +39,8 @@ class RequestBlocks(ABC):
     """Moves KV between entries and the blocks of requests."""
 
     _forward: SparseForward
+    tails: WindowTails
+    """What entries keep of layers with a sliding window."""
 
     @abstractmethod
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
@@ -94,17 +94,44 @@ class RequestBlocks(ABC):
         return results
 
 
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Those tokens of some entries that a layer keeps."""
+
+    tokens: torch.Tensor
+    """Which they are among the tokens of all entries, ``[kept]``."""
+    skipped: int
+    """So many of them, the first, are not to be written."""
+    positions: torch.Tensor
+    """Where the others go, ``[kept - skipped]``."""
+
+    @classmethod
+    def of(cls, moves: Sequence[tuple[ChunkKV, int]], counts: Sequence[int], first: int) -> "_Kept":
+        """The last ``counts`` of each entry; what would go to a position below ``first`` is not written."""
+        tokens, positions, end = [], [], 0
+        for (entry, at), count in zip(moves, counts, strict=True):
+            end, last = end + len(entry.tokens), at + len(entry.tokens)
+            tokens.append(torch.arange(end - count, end))
+            positions.append(torch.arange(last - count, last))
+        places = torch.cat(positions)
+        skipped = int((places < first).sum())  # they ascend
+        return cls(torch.cat(tokens), skipped, places[skipped:])
+
+
 class KernelBlocks(RequestBlocks):
     """With one kernel launch for everything. Needs a GPU and a cache that is what it looks like."""
 
-    def __init__(self, forward: SparseForward, caches: PagedCaches) -> None:
+    def __init__(self, forward: SparseForward, caches: PagedCaches, tails: WindowTails) -> None:
         self._forward = forward
+        self.tails = tails
         self._caches = caches
         self._being_read: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
         """Host memory that the GPU was told to read. Its allocator does not know, and would hand it out again."""
 
     @classmethod
-    def open(cls, forward: SparseForward, rotary: Sequence[LayerRotary | None]) -> "KernelBlocks | None":
+    def open(
+        cls, forward: SparseForward, rotary: Sequence[LayerRotary | None], tails: WindowTails
+    ) -> "KernelBlocks | None":
         """``None`` when the cache is packed or quantised, or keys turn in ways the kernel does not know."""
         layers = [paged_cache(layer) for layer in forward.layers]
         columns = {layer.columns for layer in rotary if layer}
@@ -122,7 +149,7 @@ class KernelBlocks(RequestBlocks):
             return None
         tables = [layer.table.tensor if layer and isinstance(layer.table, VllmTable) else None for layer in rotary]
         caches = PagedCaches(layers, first.head_size, tables, next(iter(columns), None))
-        return cls(forward, caches) if _reads_what_the_backend_wrote(forward, caches) else None
+        return cls(forward, caches, tails) if _reads_what_the_backend_wrote(forward, caches) else None
 
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
         sources = [_readable(entry.data) for entry, _ in moves]
@@ -134,6 +161,7 @@ class KernelBlocks(RequestBlocks):
             self._caches,
             blocks[0],
             first,
+            self.tails,
         )
         while self._being_read and self._being_read[0][0].query():
             self._being_read.popleft()
@@ -154,7 +182,7 @@ class KernelBlocks(RequestBlocks):
             blocks += rows[index].blocks[0][: -(-rows[index].end // size)]
         moves = [self._room(begins[part.row] + part.start, part.end - part.start) for part in parts]
         gather(moves, self._caches, blocks)
-        return [_split(move, self._caches.k_dim) for move in moves]
+        return [_split(move, self._caches) for move in moves]
 
     @property
     def can_read(self) -> bool:
@@ -163,12 +191,12 @@ class KernelBlocks(RequestBlocks):
     def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
         move = self._room(start, end - start)
         gather([move], self._caches, blocks)
-        return _split(move, self._caches.k_dim)
+        return _split(move, self._caches)
 
     def _room(self, position: int, tokens: int) -> Move:
         """Room for so many tokens of what stands at ``position``."""
         cache = self._caches.layers[0]
-        shape = (self._forward.layers[0].num_kv_heads, len(self._caches.layers), tokens * cache.shape[-1])
+        shape = (self._forward.layers[0].num_kv_heads, len(self._caches.layers) * tokens * cache.shape[-1])
         return Move(torch.empty(shape, dtype=cache.dtype, device=self._forward.device), tokens, 0, position)
 
 
@@ -176,34 +204,39 @@ class BackendBlocks(RequestBlocks):
     """With torch operations, the backend's own writer, and hooks that see KV before it is packed: for any backend."""
 
     def __init__(
-        self, forward: SparseForward, rotary: Sequence[LayerRotary | None], reader: BlockReader | None
+        self,
+        forward: SparseForward,
+        rotary: Sequence[LayerRotary | None],
+        tails: WindowTails,
+        reader: BlockReader | None,
     ) -> None:
         self._forward = forward
+        self.tails = tails
         self._rotary = rotary
         self._reader = reader
 
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
         if not moves:
             return
-        forward, kv_format = self._forward, moves[0][0].format
+        assert all(entry.format.tails == self.tails for entry, _ in moves)
+        forward, windowed = self._forward, self.tails.layers
         # vLLM's tables do not depend on a prompt's length.
         turns = turns_for(moves, 0, self._rotary)
-        positions = torch.cat([torch.arange(at, at + len(entry.tokens)) for entry, at in moves])
-        keep = slice(int((positions < first).sum()), None)  # they ascend
-        slots = forward.slots(positions[keep].to(forward.device), blocks)
         moved = [replace(entry, data=entry.data.to(forward.device, non_blocking=True)) for entry, _ in moves]
-        step = max(1, SCRATCH_BYTES // (len(positions) * kv_format.bytes_per_token // kv_format.layers))
-        for start in range(0, kv_format.layers, step):
-            layers = slice(start, start + step)
-            # [layers, tokens, heads, dim], as backends take it
-            k = torch.cat([entry.k[:, layers].permute(1, 2, 0, 3) for entry in moved], dim=1)
-            v = torch.cat([entry.v[:, layers].permute(1, 2, 0, 3) for entry in moved], dim=1)
-            for index, layer in enumerate(forward.layers[layers]):
-                turn = turns[start + index]
-                if turn is not None:
-                    rows = k[index] if turn.columns.part == "k" else v[index]
-                    rotate_(rows.transpose(0, 1), turn.turn, turn.columns)
-                forward.write(layer, k[index, keep], v[index, keep], slots)
+        everything = _Kept.of(moves, [len(entry.tokens) for entry, _ in moves], first)
+        tail = _Kept.of(moves, [min(len(entry.tokens), self.tails.tokens) for entry, _ in moves], first)
+        slots = {kept: forward.slots(kept.positions.to(forward.device), blocks) for kept in (everything, tail)}
+        for index, layer in enumerate(forward.layers):
+            kept = tail if index in windowed else everything
+            # [heads, tokens, dim] of all entries
+            k, v = (torch.cat(parts, dim=1) for parts in zip(*(entry.layer(index) for entry in moved), strict=True))
+            turn = turns[index]
+            if turn is not None:
+                rows = CosSin(*(part[kept.tokens.to(part.device)] for part in turn.turn))
+                rotate_(k if turn.columns.part == "k" else v, rows, turn.columns)
+            # [tokens, heads, dim], as backends take it
+            k, v = (part[:, kept.skipped :].transpose(0, 1).contiguous() for part in (k, v))
+            forward.write(layer, k, v, slots[kept])
 
     @property
     def can_read(self) -> bool:
@@ -242,10 +275,10 @@ def _reads_what_the_backend_wrote(forward: SparseForward, caches: PagedCaches) -
     slots = forward.slots(torch.arange(tokens, device=forward.device), [blocks])
     for each in forward.layers:
         forward.write(each, k, v, slots)
-    shape = (layer.num_kv_heads, len(caches.layers), tokens * caches.layers[0].shape[-1])
+    shape = (layer.num_kv_heads, len(caches.layers) * tokens * caches.layers[0].shape[-1])
     move = Move(torch.empty(shape, dtype=k.dtype, device=forward.device), tokens, 0, 0)
     gather_reference([move], caches, blocks)
-    ours = _split(move, caches.k_dim)
+    ours = _split(move, caches)
     same = all(
         torch.equal(mine[:, index], theirs.transpose(0, 1))
         for index in range(len(caches.layers))
@@ -256,14 +289,11 @@ def _reads_what_the_backend_wrote(forward: SparseForward, caches: PagedCaches) -
     return same
 
 
-def _split(move: Move, k_dim: int) -> KV:
-    """K and V of an entry's data."""
-    heads, layers, _ = move.data.shape
-    split = move.tokens * k_dim
-    return (
-        move.data[..., :split].view(heads, layers, move.tokens, k_dim),
-        move.data[..., split:].view(heads, layers, move.tokens, -1),
-    )
+def _split(move: Move, caches: PagedCaches) -> KV:
+    """K and V of an entry's data that has all tokens of all layers."""
+    layered = move.data.view(len(move.data), len(caches.layers), -1)
+    split, shape = move.tokens * caches.k_dim, (*layered.shape[:2], move.tokens)
+    return layered[..., :split].view(*shape, caches.k_dim), layered[..., split:].view(*shape, caches.v_dim)
 
 
 def _readable(data: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ Everything else is the connector interface, ``worker_cls``, and ``torch.nn.Modul
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
 
 __all__ = [
+    "BlockSalts",
     "build_attn_metadata",
     "build_slot_mappings_by_layer",
     "count_cached_tokens",
@@ -22,7 +24,7 @@ __all__ = [
     "init_attn_backend",
     "no_adapters",
     "paged_cache",
-    "salt_block_hashes",
+    "sliding_window",
     "unsupported_cache",
     "write_rows",
 ]
@@ -42,28 +44,52 @@ def unsupported_cache(kv_cache_config: Any) -> list[str]:
     return [f"this model keeps its KV in {len(groups)} group(s) of {kinds}, not of all tokens; use another model"]
 
 
-def salt_block_hashes(request: Any, first: int, salt: bytes) -> None:
-    """Give the request hashes of its own from block ``first`` on, also for blocks that are not full yet.
+def sliding_window(kv_cache_config: Any) -> int | None:
+    """Tokens that each token sees, itself among them, in those layers that do not see all. There is one such size, or
+    vLLM refuses to keep all layers in one group."""
+    window: int | None = kv_cache_config.kv_cache_groups[0].kv_cache_spec.sliding_window
+    return window
 
-    Approximate KV must never be found by a request that did not ask for it; the same request asked again may find
-    it. A plain hash covers all tokens up to its block, so salting each is enough and costs no second hashing."""
-    original: Callable[[Any], list[Any]] | None = request._block_hasher
-    if original is None:  # nothing is ever hashed
-        return
-    plain = list(request.block_hashes)
-    number = int.from_bytes(hashlib.sha256(salt).digest(), "big")
 
-    def hash_salted(hashed: Any) -> list[Any]:
-        mine = hashed.block_hashes
-        del plain[len(mine) :]
-        hashed.block_hashes = plain  # what the original chains its hashes to
-        new = original(hashed)
-        hashed.block_hashes = mine
-        plain.extend(new)
-        return [value if len(mine) + index < first else _salted(value, number) for index, value in enumerate(new)]
+class BlockSalts:
+    """Gives a request hashes of its own for some of its blocks.
 
-    request._block_hasher = hash_salted
-    request.block_hashes[first:] = [_salted(value, number) for value in plain[first:]]
+    KV that is not what vLLM would have computed must never be found by a request that it was not made for; the same
+    request asked again may find it. A plain hash covers all tokens up to its block, so salting each is enough and
+    costs no second hashing."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self._original: Callable[[Any], list[Any]] | None = request._block_hasher
+        self.plain = list(request.block_hashes)
+        """The hashes without salts."""
+        self._salts: list[tuple[int, float, int]] = []
+        """First block, end, and what is mixed into the hashes between them."""
+        if self._original is not None:  # else nothing is ever hashed
+            request._block_hasher = self._hash
+
+    def add(self, salt: bytes, first: int, end: int | None = None) -> None:
+        """Salt the hashes of blocks ``first .. end-1``, or of all from ``first`` on, also those not full yet."""
+        number = int.from_bytes(hashlib.sha256(salt).digest(), "big")
+        self._salts.append((first, math.inf if end is None else end, number))
+        hashes = self._request.block_hashes
+        hashes[first:end] = [self._salted(index, self.plain[index]) for index in range(len(hashes))[first:end]]
+
+    def _hash(self, request: Any) -> list[Any]:
+        mine = request.block_hashes
+        del self.plain[len(mine) :]
+        request.block_hashes = self.plain  # what the original chains its hashes to
+        assert self._original is not None
+        new = self._original(request)
+        request.block_hashes = mine
+        self.plain.extend(new)
+        return [self._salted(len(mine) + index, value) for index, value in enumerate(new)]
+
+    def _salted(self, block: int, value: Any) -> Any:
+        for first, end, number in self._salts:
+            if first <= block < end:
+                value = _salted(value, number)
+        return value
 
 
 def _salted(value: bytes, number: int) -> Any:

@@ -16,14 +16,15 @@ from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.sink import sink_tokens
+from kvmosaic.core.window import WHOLE, WindowTails, reachable_tail
 from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.blocks import KernelBlocks
-from kvmosaic.engines.vllm.compat import hash_block_size, unsupported_cache
+from kvmosaic.engines.vllm.compat import hash_block_size, sliding_window, unsupported_cache
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.loader import ChunkLoader
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats
-from kvmosaic.engines.vllm.parameters import policy_served
+from kvmosaic.engines.vllm.parameters import looks_inside, policy_served
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import ANY_LENGTH
 from kvmosaic.engines.vllm.scheduler import ChunkScheduler
@@ -55,6 +56,7 @@ class ChunkConnector(KVConnectorBase_V1):
         except ConfigError as error:
             raise self._config.blame(error) from None
         self._caches = kv_cache_config
+        self._tail = self._kept_tail()
         self._tokenizer = _tokenizer(vllm_config)
         self._parser = ChunkTokenParser(self._tokenizer, self._config.chunk_separator)
         self.scheduler: ChunkScheduler | None = None
@@ -74,6 +76,7 @@ class ChunkConnector(KVConnectorBase_V1):
                 num_layers,
                 vllm_config.model_config.max_model_len,
                 vllm_config.speculative_config is not None,
+                self._tail,
             )
 
     # --- scheduler side
@@ -148,6 +151,7 @@ class ChunkConnector(KVConnectorBase_V1):
             ranks,
             model.max_model_len,
             self._caches.num_blocks,
+            WHOLE if self._tail is None else WindowTails(forward.windowed_layers, self._tail),
         )
         self.fetcher = ChunkFetcher(self.loader.cache.store)
         if self._config.self_test:
@@ -248,6 +252,15 @@ class ChunkConnector(KVConnectorBase_V1):
             self.fetcher.close()
         if self.loader is not None:
             self.loader.cache.close()
+
+    def _kept_tail(self) -> int | None:
+        """How many tokens of an entry are kept in layers with a sliding window; ``None``: all."""
+        window, config = sliding_window(self._caches), self._config
+        if window is None or not config.window_tails or looks_inside(config.policy, config.recompute_ratio):
+            return None
+        block_size = self._caches.kv_cache_groups[0].kv_cache_spec.block_size
+        # A draft model begins a token before the boundary, and so a block before it.
+        return reachable_tail(window, block_size, int(self._vllm_config.speculative_config is not None))
 
     def _sink(self) -> list[int]:
         bos = self._vllm_config.model_config.hf_text_config.bos_token_id

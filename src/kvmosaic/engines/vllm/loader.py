@@ -13,6 +13,7 @@ from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey, format_fingerprint
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import Span
+from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.chunk_cache import KV, ChunkCache
 from kvmosaic.engines.vllm.blender import Blender
 from kvmosaic.engines.vllm.blocks import BackendBlocks, KernelBlocks, Part, RequestBlocks
@@ -74,19 +75,21 @@ class ChunkLoader:
         ranks: Ranks,
         max_positions: int,
         num_blocks: int,
+        tails: WindowTails,
     ) -> None:
         self._forward = forward
         self._ranks = ranks
         self._scratch: Sequence[Sequence[int]] = [range(1, 9) for _ in forward.block_sizes]  # block 0 is never used
         rotary = measure_rotary(forward, network, self._scratch)
-        self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary) or BackendBlocks(
-            forward, rotary, BlockReader.measure(forward, num_blocks) if config.prefix_blocks else None
+        self._tails = tails
+        self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary, tails) or BackendBlocks(
+            forward, rotary, tails, BlockReader.measure(forward, num_blocks) if config.prefix_blocks else None
         )
         self._blender = Blender(forward, rotary, ranks)
         self._fingerprint = format_fingerprint(
             columns=[layer.columns if layer else None for layer in rotary], **identity
         )
-        self.cache = ChunkCache(config, model, sink, parser, self, ranks.share, max_positions, device_pool)
+        self.cache = ChunkCache(config, model, sink, parser, self, ranks.share, max_positions, device_pool, tails)
         self.stats = ChunkStats(rank=ranks.rank)
         self.timer = StageTimer(self.stats, forward.device)
         self.prefixes = PrefixLoader(self.cache, self._blocks, ranks, self.timer, self.stats)
@@ -163,8 +166,17 @@ class ChunkLoader:
                 return self._choose(load, brought, before)
         self._count("fallbacks", "load-error")
         # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
-        end = load.prompt.question.start
-        return _Rest([Row(load.prompt.token_ids[load.first : end], load.first, load.blocks)])
+        first, end = self._first_fresh(load, []), load.prompt.question.start
+        return _Rest([Row(load.prompt.token_ids[first:end], first, load.blocks)])
+
+    def _first_fresh(self, load: ChunkLoad, brought: Sequence[Span]) -> int:
+        """Where computing may start. If vLLM's prefix cache has the first tokens of a chunk, and no entry brings the
+        others, they cannot be continued with: layers with a sliding window may lack what comes before. Computed as a
+        whole, the chunk comes to stand also in blocks that other requests share: exact, where it was reused."""
+        for span in load.prompt.chunks:
+            if span.start < load.first < span.end and span not in brought and self._tails.cuts(len(span)):
+                return span.start
+        return load.first
 
     def _bring(self, load: ChunkLoad, pins: ExitStack) -> _Brought:
         """Find or fill what the store can give and put it in place."""
@@ -193,7 +205,7 @@ class ChunkLoader:
         """What no entry brought, and what the policy picks, to be computed in sight of everything before it."""
         prompt = load.prompt
         fresh: set[int] = set()
-        at = load.first
+        at = self._first_fresh(load, brought.spans)
         for span in (*brought.spans, Span(prompt.question.start, prompt.question.start)):
             fresh.update(range(at, span.start))
             at = max(at, span.end)
@@ -233,7 +245,7 @@ class ChunkLoader:
         with self.timer.stage("blend", sum(len(row.tokens) for row in rows)):
             computed = self._blocks.compute(rows, parts)
         for piece, (k, v) in zip(pieces, computed, strict=True):
-            self.cache.store.put(ChunkKV.from_kv(piece.key, piece.tokens, piece.context, k, v))
+            self.cache.put(piece.key, piece.tokens, piece.context, k, v)
 
     def _system_tail(self, load: ChunkLoad) -> list[_Piece]:
         """The system tokens behind the last full block. vLLM's prefix cache has full blocks alone; with these few in

@@ -30,6 +30,11 @@ class RequestParameters(BaseModel):
             raise PromptError(f"kv_transfer_params: {where}: {first['msg']}") from None
 
 
+def looks_inside(spec: str, ratio: float) -> bool:
+    """Whether tokens are recomputed that see reused ones of their own chunk."""
+    return 0 < ratio < 1 and not policy_named(spec).picks_starts
+
+
 def policy_served(spec: str, num_layers: int) -> Policy:
     """The policy of that name, if vLLM can do what it asks for with a model of so many layers."""
     policy = policy_named(spec)

@@ -11,7 +11,7 @@ from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.vllm.parameters import RequestParameters, policy_served
+from kvmosaic.engines.vllm.parameters import RequestParameters, looks_inside, policy_served
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,16 @@ class Planner:
     """Makes plans, or says why a request gets none."""
 
     def __init__(
-        self, config: ChunkCacheConfig, parser: ChunkTokenParser, sink: tuple[int, ...], num_layers: int
+        self,
+        config: ChunkCacheConfig,
+        parser: ChunkTokenParser,
+        sink: tuple[int, ...],
+        num_layers: int,
+        tail: int | None,
     ) -> None:
+        """``tail``: so many tokens of a chunk are kept in layers with a sliding window; ``None``: all."""
         self._config = config
+        self._tail = tail
         self._parser = parser
         self._sink = sink
         self._num_layers = num_layers
@@ -65,6 +72,10 @@ class Planner:
     def context(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
         """What the chunks of a prompt are computed after."""
         return prompt.tokens_of(prompt.system) if self._config.chunk_context == "system" else self._sink
+
+    def is_cut(self, tokens: int) -> bool:
+        """Whether an entry of so many tokens does not keep all of them in all layers."""
+        return self._tail is not None and tokens > self._tail
 
     def plan(self, request: Any) -> Plan | str | None:
         """A plan for a request with chunks, the reason why it gets none, or ``None`` when it has no chunks."""
@@ -99,4 +110,11 @@ class Planner:
             digests = tuple(hashlib.sha256(salt + digest).digest()[: len(digest)] for digest in digests)
         if sum(map(len, prompt.chunks)) < self._config.blend_min_tokens:
             return "few-tokens"
+        if looks_inside(policy, ratio) and any(self.is_cut(len(span)) for span in prompt.chunks):
+            logger.warning(
+                "request %s is prefilled: %s at ratio %g looks inside chunks, of which layers with a sliding window "
+                "keep only the last %d tokens; start the engine with that ratio, or with window_tails=false",
+                *(request.request_id, policy, ratio, self._tail),
+            )
+            return "window"
         return Plan(prompt, ratio, policy, digests)

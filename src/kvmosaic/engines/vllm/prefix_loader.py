@@ -40,7 +40,7 @@ class PrefixLoader:
                     end = start + save.part
                     k, v = self._blocks.read(save.blocks, start, end)
                     key = self._cache.key_of_hash(digest, save.part, ANY_LENGTH)
-                    self._cache.store.put(ChunkKV.from_kv(key, save.tokens[start:end], save.tokens[:start], k, v))
+                    self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v)
                     self._count("saved", save.part)
         except Exception:
             logger.exception("could not store exact prefix blocks")
@@ -71,7 +71,9 @@ class PrefixLoader:
             if self._ranks.all_have([is_placed])[0]:
                 self._count("loaded", len(load.tokens) - load.first)
                 return
-        self._blocks.compute([Row(load.tokens[load.first :], load.first, load.blocks)], [])
+        # Blocks that vLLM's prefix cache has of a part may lack what tokens behind them see in sliding windows.
+        first = load.first // load.part * load.part if self._blocks.tails.cuts(load.part) else load.first
+        self._blocks.compute([Row(load.tokens[first:], first, load.blocks)], [])
         self._count("fresh", len(load.tokens) - load.first)
 
     def _entry(self, load: PrefixLoad, index: int, key: ChunkKey) -> ChunkKV:

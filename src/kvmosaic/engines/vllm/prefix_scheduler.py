@@ -4,6 +4,7 @@ A part is an entry like a chunk's, with the whole prompt before it as its contex
 where it was. Requests with blended chunks have none of their own; their KV is an approximation."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from struct import unpack
@@ -12,11 +13,23 @@ from typing import Any
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
+from kvmosaic.engines.vllm.compat import BlockSalts
 from kvmosaic.engines.vllm.messages import ChunkFetch, PrefixLoad, PrefixSave, StepWork
 from kvmosaic.engines.vllm.tables import BlockTables
 
 PART_TOKENS = 256
 """About how many tokens are one entry: enough to move well, few enough that little of a prompt is left over."""
+
+
+MOST_PART_TOKENS = 2048
+"""As large as a part may be made so that layers with a sliding window can leave some of it out."""
+REMEMBERED = 65536
+"""So many parts are known to stand in vLLM's blocks with something left out."""
+
+
+def part_tokens(tail: int | None) -> int:
+    """Tokens of a part, of which sliding windows keep only the last ``tail``: twice as many, or nothing is saved."""
+    return PART_TOKENS if tail is None or 2 * tail > MOST_PART_TOKENS else max(PART_TOKENS, 2 * tail)
 
 
 @dataclass
@@ -34,6 +47,10 @@ class _Exact:
     """Ranks that have yet to fetch; ``None`` before anybody was asked to."""
     deadline: float = 0.0
     """When to stop waiting; 0 before it waits."""
+    salts: BlockSalts | None = None
+    cut_from: dict[int, int] = field(default_factory=dict)
+    """By part: the token from whose block on its blocks, where vLLM's prefix cache has them, lack what tokens inside
+    the part see in layers with a sliding window."""
 
 
 class PrefixScheduler:
@@ -44,14 +61,21 @@ class PrefixScheduler:
         config: ChunkCacheConfig,
         catalog: ChunkCatalog,
         block_size: int,
+        hash_block_size: int,
         ranks: int,
         patience: float,
         drafts: bool,
+        tail: int | None,
     ) -> None:
+        """``tail``: so many tokens of a part are kept in layers with a sliding window; ``None``: all."""
         self._catalog = catalog
         self._algorithm = config.chunk_hash_algorithm
         self._is_pool_shared = config.remote is not None
-        self.part = -(-PART_TOKENS // block_size) * block_size
+        self.part = -(-part_tokens(tail) // block_size) * block_size
+        self._is_cut = tail is not None and tail < self.part
+        self._hash_block_size = hash_block_size
+        self._cut: OrderedDict[bytes, None] = OrderedDict()
+        """Parts that were brought to vLLM's blocks without the beginning of their sliding windows' layers."""
         self._ranks = ranks
         self._patience = patience
         self._drafts = drafts
@@ -64,7 +88,11 @@ class PrefixScheduler:
         token ids do not tell apart."""
         plain = not (request.lora_request or request.prompt_embeds is not None or request.mm_features)
         if plain and request.prompt_token_ids and request.pooling_params is None and request.cache_salt is None:
-            self._requests[request.request_id] = _Exact(request)
+            exact = self._requests[request.request_id] = _Exact(request)
+            for index in range((request.num_tokens - 1) // self.part if self._cut else 0):
+                if self._digest(exact, index) in self._cut:
+                    self._cut.move_to_end(exact.digests[index])
+                    self._salt(exact, index, index * self.part)
 
     def matched(self, request: Any, num_local: int, work: StepWork) -> int | None:
         """Tokens after the first ``num_local`` that the store has; ``None`` while they are on their way from slower
@@ -81,10 +109,20 @@ class PrefixScheduler:
             exact.waiting_for = set(range(self._ranks)) if slow else set()
             if slow:
                 work.fetches.append(ChunkFetch(request.request_id, tuple((digest, self.part) for digest in slow)))
+        index = num_local // self.part
+        # Then vLLM cannot go on from here by itself; what the store lacks of the part, the worker computes.
+        begins_inside = num_local > exact.cut_from.get(index, num_local)
+        exact.end = (index + 1) * self.part if begins_inside else num_local
         if exact.waiting_for is None or exact.waiting_for:
-            return None if time.monotonic() < exact.deadline else 0
-        exact.end = self._stored_until(exact, num_local)
-        return max(0, exact.end - num_local)
+            if time.monotonic() < exact.deadline:
+                return None
+        else:
+            exact.end = max(exact.end, self._stored_until(exact, num_local))
+        if self._is_cut:
+            for part in range(index, exact.end // self.part):
+                if part not in exact.cut_from:
+                    self._salt(exact, part, max(num_local, part * self.part))
+        return exact.end - num_local
 
     def allocated(self, request: Any, blocks: Any, num_external: int, work: StepWork) -> None:
         """The request got its blocks: have loaded in the coming step what vLLM was told there is."""
@@ -167,6 +205,17 @@ class PrefixScheduler:
             before = unpack("<4i", exact.digests[-1]) if exact.digests else ()
             exact.digests.append(content_hash(tokens[start : start + self.part], before, self._algorithm))
         return exact.digests[index]
+
+    def _salt(self, exact: _Exact, index: int, start: int) -> None:
+        """Keep a part's blocks from token ``start`` on for prompts that have all of the part. vLLM would otherwise
+        hand the first of them to prompts that go on differently, which look back at what was not brought."""
+        digest = self._digest(exact, index)
+        exact.salts = exact.salts or BlockSalts(exact.request)
+        exact.salts.add(digest, start // self._hash_block_size, (index + 1) * self.part // self._hash_block_size)
+        exact.cut_from[index] = start
+        self._cut[digest] = None
+        while len(self._cut) > REMEMBERED:
+            self._cut.popitem(last=False)
 
     def _has(self, digest: bytes) -> bool:
         return self._catalog.tier(digest) is not None

@@ -12,7 +12,7 @@ from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.results import ChunkReport
 from kvmosaic.engines.vllm.backlog import FillBacklog
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
-from kvmosaic.engines.vllm.compat import count_cached_tokens, salt_block_hashes
+from kvmosaic.engines.vllm.compat import BlockSalts, count_cached_tokens
 from kvmosaic.engines.vllm.cost import Line
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, PrefixLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
@@ -44,9 +44,11 @@ class ChunkScheduler:
         num_layers: int,
         max_positions: int,
         has_drafts: bool,
+        tail: int | None,
     ) -> None:
+        """``tail``: so many tokens of an entry are kept in layers with a sliding window; ``None``: all."""
         self._config = config
-        self._planner = Planner(config, parser, sink, num_layers)
+        self._planner = Planner(config, parser, sink, num_layers, tail)
         self._block_size = block_size
         self._hash_block_size = hash_block_size
         self._tables = BlockTables(block_size)
@@ -71,7 +73,9 @@ class ChunkScheduler:
         """Whether workers said, with their first step, that nothing may be reused."""
         self.stats = ChunkStats()
         self._prefixes = (
-            PrefixScheduler(config, self._catalog, block_size, ranks, PATIENCE_SECONDS, has_drafts)
+            PrefixScheduler(
+                config, self._catalog, block_size, hash_block_size, ranks, PATIENCE_SECONDS, has_drafts, tail
+            )
             if config.prefix_blocks
             else None
         )
@@ -90,7 +94,7 @@ class ChunkScheduler:
                 self._prefixes.add(request)
             return
         self._plans[request.request_id] = plan
-        salt_block_hashes(request, plan.prompt.chunks[0].start // self._hash_block_size, plan.salt())
+        BlockSalts(request).add(plan.salt(), plan.prompt.chunks[0].start // self._hash_block_size)
 
     def matched_tokens(self, request: Any, num_local: int) -> int | None:
         """Tokens after the first ``num_local`` that the worker brings: everything up to the question. ``None`` while
@@ -118,6 +122,8 @@ class ChunkScheduler:
             plan.deadline = time.monotonic() + PATIENCE_SECONDS
         if time.monotonic() < plan.deadline:
             return None
+        if self._begins_inside(plan, num_local):
+            return external
         logger.warning("request %s waited %d s for its chunks; it is prefilled", request.request_id, PATIENCE_SECONDS)
         self._work.released.append(request.request_id)
         self._serve_plainly(request, "slow-tier")
@@ -288,7 +294,7 @@ class ChunkScheduler:
     def _is_worth_it(self, request: Any, plan: Plan, local: int) -> bool:
         """Whether reusing what there is will be faster than a plain prefill; if not, the request gets one. Missing
         chunks are noted, to be filled in the background."""
-        if self._config.miss_policy == "fill-first":
+        if self._config.miss_policy == "fill-first" or self._begins_inside(plan, local):
             return True
         if self._config.miss_policy == "background":
             for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
@@ -307,6 +313,11 @@ class ChunkScheduler:
         if not is_faster:
             self._serve_plainly(request, "cost")
         return is_faster
+
+    def _begins_inside(self, plan: Plan, local: int) -> bool:
+        """Whether vLLM's prefix cache has the first tokens of a chunk, but not all that tokens right behind them see:
+        then vLLM cannot go on from there by itself."""
+        return any(span.start < local < span.end and self._planner.is_cut(len(span)) for span in plan.prompt.chunks)
 
     def _seconds(self, stage: str, tokens: int) -> float:
         """What a stage takes on the slowest rank."""

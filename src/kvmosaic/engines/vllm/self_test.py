@@ -89,7 +89,8 @@ class VllmTrial:
     def _entries(self) -> list[ChunkKV]:
         chunks = [self._prompt.tokens_of(span) for span in self._prompt.chunks]
         filled = self._kv.fill(self._context, chunks, self._blocks)
-        return [trial_entry(tokens, self._context, kv) for tokens, kv in zip(chunks, filled, strict=True)]
+        tails = self._kv.tails
+        return [trial_entry(tokens, self._context, kv, tails) for tokens, kv in zip(chunks, filled, strict=True)]
 
     def _move(self) -> None:
         starts = [span.start for span in self._prompt.chunks]

@@ -129,6 +129,11 @@ class SparseForward:
             index for index, layer in enumerate(self.layers) if getattr(layer, "sliding_window", None) is None
         )
 
+    @cached_property
+    def windowed_layers(self) -> tuple[int, ...]:
+        """Layers with a sliding window."""
+        return tuple(index for index in range(len(self.layers)) if index not in self.full_layers)
+
     def write(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """Store K and V ``[tokens, heads, dim]`` of one layer; the backend packs them as it likes."""
         write_rows(layer, k, v, slots[self._group_of[layer.layer_name]])

@@ -43,7 +43,7 @@ def join(key: ChunkKey, parts: Sequence[ChunkKV]) -> ChunkKV:
         raise CorruptEntryError("its heads are of different entries")
     # numpy asks for huge pages for large arrays; torch.empty does not and is several times slower to fill.
     memory = np.empty(sum(part.nbytes for part in parts), np.uint8)
-    data = torch.from_numpy(memory).view(first.format.dtype).view(len(parts), *first.data.shape[1:])
+    data = torch.from_numpy(memory).view(first.format.dtype).view(len(parts), -1)
     torch.cat([part.data for part in parts], out=data)
     return ChunkKV(key, first.tokens, first.context, replace(first.format, heads=len(parts)), data)
 
