@@ -36,6 +36,7 @@ def test_less_is_stored_and_nothing_else_changes(model):
         "seed": random.randrange(10**6),
         "part": PART,
         "vocabulary": 500,
+        "rounds": 3,
         "skip_tokenizer_init": True,
     }
     tails, whole = (run(**arguments, window_tails=each) for each in (True, False))
@@ -46,7 +47,13 @@ def test_less_is_stored_and_nothing_else_changes(model):
 
 
 def test_gemma():
-    arguments = {"model": "gemma-3-270m", "seed": random.randrange(10**6), "part": 1024, "vocabulary": 200000}
+    arguments = {
+        "model": "gemma-3-270m",
+        "seed": random.randrange(10**6),
+        "part": 1024,
+        "vocabulary": 200000,
+        "rounds": 1,
+    }
     tails, whole = (run(**arguments, window_tails=each) for each in (True, False))
     compare(tails, whole)
     for kind in ("chunk_bytes", "prefix_bytes"):
@@ -55,14 +62,27 @@ def test_gemma():
 
 
 def compare(tails, whole):
-    """Answers are the same to the last bit, and so are hits. Prompts that branch off inside a part find no more of it
-    in vLLM's own cache when it came from the store: it is not all there."""
-    assert tails["answers"] == whole["answers"]
+    """Answers are the same to the last bit, and so are hits. Prompts that branch off inside a part find less of it in
+    vLLM's own cache when it came from the store, where it is not all there: computed in other pieces, numbers may be
+    rounded differently."""
     branches = whole["branches"]
+    for index, (mine, yours) in enumerate(zip(tails["answers"], whole["answers"], strict=True)):
+        if index in branches:
+            same_up_to_rounding(mine, yours)
+        else:
+            assert mine == yours
     hits = [[count for index, count in enumerate(each["cached"]) if index not in branches] for each in (tails, whole)]
     assert hits[0] == hits[1]
     assert sum(count > 0 for count in hits[0]) > len(hits[0]) / 2
     assert all(tails["cached"][index] <= whole["cached"][index] for index in branches)
+
+
+def same_up_to_rounding(mine, yours):
+    for token, other, a, b in zip(mine[0], yours[0], mine[1], yours[1], strict=True):
+        assert all(a[each] == pytest.approx(b[each], abs=1e-3) for each in a.keys() & b.keys())
+        if token != other:  # as likely as each other, and from here on another text
+            assert a[str(token)] == pytest.approx(a[str(other)], abs=1e-3)
+            break
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,9 @@ def spoil_free_blocks(llm):
         cache.index_fill_(cache.shape.index(len(pool.blocks)), torch.tensor(free, device=cache.device), 30.0)
 
 
-def run(model: str, seed: int, part: int, vocabulary: int, **settings):
-    """Answers, cached tokens and stored bytes. Parts of exact prefixes have ``part`` tokens."""
+def run(model: str, seed: int, part: int, vocabulary: int, rounds: int, **settings):
+    """Answers, cached tokens and stored bytes, of documents and of ``rounds`` conversations. Parts of exact prefixes
+    have ``part`` tokens."""
     from kvmosaic.vllm import LLM
 
     chance = random.Random(seed)
@@ -67,7 +68,7 @@ def run(model: str, seed: int, part: int, vocabulary: int, **settings):
             said(tokens + draw(10), **params)
     chunk_bytes = held()
     # Conversations that grow, come back after vLLM forgot them, and branch while vLLM has them from the store.
-    for _ in range(3):
+    for _ in range(rounds):
         turn = draw(part + chance.randint(1, part))
         for _ in range(2):
             answer = said(turn)

@@ -25,6 +25,7 @@ from kvmosaic.engines.vllm.loader import ChunkLoader
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats
 from kvmosaic.engines.vllm.parameters import looks_inside, policy_served
+from kvmosaic.engines.vllm.prefix_scheduler import part_tokens
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import ANY_LENGTH
 from kvmosaic.engines.vllm.scheduler import ChunkScheduler
@@ -56,7 +57,8 @@ class ChunkConnector(KVConnectorBase_V1):
         except ConfigError as error:
             raise self._config.blame(error) from None
         self._caches = kv_cache_config
-        self._tail = self._kept_tail()
+        self._reach = self._window_reach()
+        self._tail = self._reach if self._cuts_windows() else None
         self._tokenizer = _tokenizer(vllm_config)
         self._parser = ChunkTokenParser(self._tokenizer, self._config.chunk_separator)
         self.scheduler: ChunkScheduler | None = None
@@ -76,6 +78,7 @@ class ChunkConnector(KVConnectorBase_V1):
                 num_layers,
                 vllm_config.model_config.max_model_len,
                 vllm_config.speculative_config is not None,
+                part_tokens(self._reach),
                 self._tail,
             )
 
@@ -253,14 +256,18 @@ class ChunkConnector(KVConnectorBase_V1):
         if self.loader is not None:
             self.loader.cache.close()
 
-    def _kept_tail(self) -> int | None:
-        """How many tokens of an entry are kept in layers with a sliding window; ``None``: all."""
-        window, config = sliding_window(self._caches), self._config
-        if window is None or not config.window_tails or looks_inside(config.policy, config.recompute_ratio):
+    def _window_reach(self) -> int | None:
+        """How many tokens of an entry are seen from behind it in layers with a sliding window, if there are any."""
+        window = sliding_window(self._caches)
+        if window is None:
             return None
         block_size = self._caches.kv_cache_groups[0].kv_cache_spec.block_size
         # A draft model begins a token before the boundary, and so a block before it.
         return reachable_tail(window, block_size, int(self._vllm_config.speculative_config is not None))
+
+    def _cuts_windows(self) -> bool:
+        """Whether entries keep no more than that."""
+        return self._config.window_tails and not looks_inside(self._config.policy, self._config.recompute_ratio)
 
     def _sink(self) -> list[int]:
         bos = self._vllm_config.model_config.hf_text_config.bos_token_id

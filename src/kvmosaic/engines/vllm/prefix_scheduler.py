@@ -27,9 +27,10 @@ REMEMBERED = 65536
 """So many parts are known to stand in vLLM's blocks with something left out."""
 
 
-def part_tokens(tail: int | None) -> int:
-    """Tokens of a part, of which sliding windows keep only the last ``tail``: twice as many, or nothing is saved."""
-    return PART_TOKENS if tail is None or 2 * tail > MOST_PART_TOKENS else max(PART_TOKENS, 2 * tail)
+def part_tokens(reach: int | None) -> int:
+    """Tokens of a part, of which only the last ``reach`` are needed in layers with a sliding window: twice as many,
+    or nothing is saved. The same where they are all kept, so that what is found does not depend on what is kept."""
+    return PART_TOKENS if reach is None or 2 * reach > MOST_PART_TOKENS else max(PART_TOKENS, 2 * reach)
 
 
 @dataclass
@@ -65,13 +66,14 @@ class PrefixScheduler:
         ranks: int,
         patience: float,
         drafts: bool,
+        part: int,
         tail: int | None,
     ) -> None:
         """``tail``: so many tokens of a part are kept in layers with a sliding window; ``None``: all."""
         self._catalog = catalog
         self._algorithm = config.chunk_hash_algorithm
         self._is_pool_shared = config.remote is not None
-        self.part = -(-part_tokens(tail) // block_size) * block_size
+        self.part = -(-part // block_size) * block_size
         self._is_cut = tail is not None and tail < self.part
         self._hash_block_size = hash_block_size
         self._cut: OrderedDict[bytes, None] = OrderedDict()

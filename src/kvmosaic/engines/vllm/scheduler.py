@@ -44,9 +44,11 @@ class ChunkScheduler:
         num_layers: int,
         max_positions: int,
         has_drafts: bool,
+        part: int,
         tail: int | None,
     ) -> None:
-        """``tail``: so many tokens of an entry are kept in layers with a sliding window; ``None``: all."""
+        """``part``: about so many tokens of an exact prefix are one entry. ``tail``: so many tokens
+        of an entry are kept in layers with a sliding window; ``None``: all."""
         self._config = config
         self._planner = Planner(config, parser, sink, num_layers, tail)
         self._block_size = block_size
@@ -74,7 +76,7 @@ class ChunkScheduler:
         self.stats = ChunkStats()
         self._prefixes = (
             PrefixScheduler(
-                config, self._catalog, block_size, hash_block_size, ranks, PATIENCE_SECONDS, has_drafts, tail
+                config, self._catalog, block_size, hash_block_size, ranks, PATIENCE_SECONDS, has_drafts, part, tail
             )
             if config.prefix_blocks
             else None

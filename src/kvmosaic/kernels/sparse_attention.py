@@ -1,0 +1,249 @@
+"""Attention of any tokens of paged sequences over everything at or before their own positions.
+
+Backends take runs of consecutive tokens and read a sequence's whole KV for each of them. Here tokens share a
+tile however far apart they stand, and every tile reads the KV once: lone tokens cost hardly more than a run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # then the torch reference is all there is, and nobody asks for the kernel
+    triton = None
+
+ROWS = 128
+"""Rows of a tile: tokens times the query heads that share a KV head."""
+
+
+class Asking(NamedTuple):
+    """Tokens of one paged sequence."""
+
+    positions: np.ndarray
+    """Ascending, ``[tokens]``."""
+    blocks: Sequence[int]
+    """Cover all of ``positions``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Who asks, in a form that all layers share."""
+
+    positions: torch.Tensor
+    """``[tokens]`` int32, of all sequences."""
+    tiles: torch.Tensor
+    """``[tiles, 3]`` int32: first token, end, sequence; those with most to read first."""
+    blocks: torch.Tensor
+    """``[sequences, blocks]`` int32."""
+    group: int
+    """Query heads that share a KV head."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[Asking], group: int, device: torch.device) -> "Queries":
+        """Put the tokens of some sequences, one after the other, into tiles."""
+        size = ROWS // group
+        assert size, f"{group} query heads share a KV head; at most {ROWS} may"
+        tiles, first = [], 0
+        for index, (positions, _) in enumerate(sequences):
+            begins = np.arange(0, len(positions), size)
+            ends = np.minimum(begins + size, len(positions))
+            last = positions[ends - 1]
+            tiles.append(np.stack([first + begins, first + ends, np.full_like(begins, index), last], axis=1))
+            first += len(positions)
+        every = np.concatenate(tiles)
+        every = every[np.argsort(-every[:, 3], kind="stable"), :3]
+        table = np.zeros((len(sequences), max(len(blocks) for _, blocks in sequences)), dtype=np.int32)
+        for index, (_, blocks) in enumerate(sequences):
+            table[index, : len(blocks)] = blocks
+        positions = np.concatenate([positions for positions, _ in sequences])
+        return cls(*(_sent(part, device) for part in (positions, every, table)), group)
+
+
+def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def sparse_attention(
+    q: torch.Tensor, cache: torch.Tensor, queries: Queries, scale: float, window: int | None, out: torch.Tensor
+) -> None:
+    """Attention of ``q`` ``[tokens, heads, k_dim]`` into ``out`` ``[tokens, heads, v_dim]``. ``cache`` ``[blocks,
+    kv_heads, block_size, k_dim + v_dim]`` has K, then V, also those of the tokens that ask; each sees the last
+    ``window`` positions up to its own, or all. In a fixed order: the same numbers every time."""
+    tokens, heads, k_dim = q.shape
+    v_dim = out.shape[2]
+    assert cache.shape[1] * queries.group == heads
+    assert cache.shape[3] == k_dim + v_dim
+    assert cache.stride(3) == q.stride(2) == out.stride(2) == 1
+    assert len(queries.positions) == tokens
+    widest = triton.next_power_of_2(max(k_dim, v_dim))
+    _attend[(cache.shape[1], len(queries.tiles))](
+        q,
+        cache,
+        out,
+        queries.positions,
+        queries.tiles,
+        queries.blocks,
+        scale * 1.4426950408889634,  # the kernel's powers are of two
+        *q.stride()[:2],
+        *cache.stride()[:3],
+        *out.stride()[:2],
+        queries.blocks.stride(0),
+        GROUP=queries.group,
+        ROWS=ROWS,
+        KEYS=64 if widest <= 128 else 32,
+        BLOCK=cache.shape[2],
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        K_PADDED=triton.next_power_of_2(k_dim),
+        V_PADDED=triton.next_power_of_2(v_dim),
+        WINDOW=window or 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=8,
+        num_stages=3 if widest <= 128 else 2,
+    )
+
+
+def sparse_attention_reference(
+    q: torch.Tensor, cache: torch.Tensor, queries: Queries, scale: float, window: int | None, out: torch.Tensor
+) -> None:
+    """:func:`sparse_attention` in torch operations, one token after the other."""
+    k_dim = q.shape[2]
+    for first, end, sequence in queries.tiles.tolist():
+        for token in range(first, end):
+            position = int(queries.positions[token])
+            seen = torch.arange(0 if window is None else max(0, position + 1 - window), position + 1)
+            block = queries.blocks[sequence].cpu()[seen // cache.shape[2]].long()
+            kv = cache[block, :, seen % cache.shape[2]].transpose(0, 1)  # [kv_heads, seen, k_dim + v_dim]
+            asking = q[token].view(len(kv), queries.group, k_dim)
+            weights = torch.softmax(asking.to(kv.dtype) @ kv[..., :k_dim].transpose(1, 2) * scale, dim=-1)
+            out[token] = (weights @ kv[..., k_dim:]).view(out.shape[1:]).to(out.dtype)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _attend(  # type: ignore[no-untyped-def]
+        q,
+        cache,
+        out,
+        positions,
+        tiles,
+        blocks,
+        scale,
+        stride_q_token,
+        stride_q_head,
+        stride_block,
+        stride_head,
+        stride_slot,
+        stride_out_token,
+        stride_out_head,
+        stride_blocks,
+        GROUP: tl.constexpr,
+        ROWS: tl.constexpr,
+        KEYS: tl.constexpr,
+        BLOCK: tl.constexpr,
+        K_DIM: tl.constexpr,
+        V_DIM: tl.constexpr,
+        K_PADDED: tl.constexpr,
+        V_PADDED: tl.constexpr,
+        WINDOW: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        head = tl.program_id(0)
+        tile = tiles + tl.program_id(1) * 3
+        first, end = tl.load(tile), tl.load(tile + 1)
+        blocks += tl.load(tile + 2) * stride_blocks
+        row = tl.arange(0, ROWS)
+        token = first + row // GROUP
+        live = token < end
+        # Tokens ascend, so that the first and the last bound what the tile sees.
+        lowest, highest = tl.load(positions + first), tl.load(positions + end - 1)
+        position = tl.where(live, tl.load(positions + token, mask=live, other=0), highest)
+        q_head = head * GROUP + row % GROUP
+        k_column, v_column = tl.arange(0, K_PADDED), tl.arange(0, V_PADDED)
+        asking = tl.load(
+            q + (token.to(tl.int64) * stride_q_token + q_head * stride_q_head)[:, None] + k_column[None, :],
+            mask=live[:, None] & (k_column < K_DIM)[None, :],
+            other=0.0,
+        )
+        cache += head * stride_head
+        most = tl.full([ROWS], -1e30, tl.float32)  # finite: a row may see nothing of the first keys
+        total = tl.zeros([ROWS], tl.float32)
+        result = tl.zeros([ROWS, V_PADDED], tl.float32)
+
+        # Keys that all rows see, then those that only some do.
+        begin = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
+        common = begin if WINDOW > 0 else (lowest + 1) // KEYS * KEYS
+        for start in range(begin, common, KEYS):
+            most, total, result = _look(
+                start, most, total, result, asking, cache, blocks, position, highest, scale,
+                stride_block, stride_slot, KEYS, BLOCK, K_DIM, V_DIM, K_PADDED, V_PADDED, WINDOW, PRECISION, False,
+            )  # fmt: skip
+        for start in range(common, highest + 1, KEYS):
+            most, total, result = _look(
+                start, most, total, result, asking, cache, blocks, position, highest, scale,
+                stride_block, stride_slot, KEYS, BLOCK, K_DIM, V_DIM, K_PADDED, V_PADDED, WINDOW, PRECISION, True,
+            )  # fmt: skip
+        place = out + (token.to(tl.int64) * stride_out_token + q_head * stride_out_head)[:, None] + v_column[None, :]
+        tl.store(
+            place,
+            (result / total[:, None]).to(out.dtype.element_ty),
+            mask=live[:, None] & (v_column < V_DIM)[None, :],
+        )
+
+    @triton.jit
+    def _look(  # type: ignore[no-untyped-def]
+        start,
+        most,
+        total,
+        result,
+        asking,
+        cache,
+        blocks,
+        position,
+        highest,
+        scale,
+        stride_block,
+        stride_slot,
+        KEYS: tl.constexpr,
+        BLOCK: tl.constexpr,
+        K_DIM: tl.constexpr,
+        V_DIM: tl.constexpr,
+        K_PADDED: tl.constexpr,
+        V_PADDED: tl.constexpr,
+        WINDOW: tl.constexpr,
+        PRECISION: tl.constexpr,
+        MASKED: tl.constexpr,
+    ):
+        """Take in the next keys and values. ``MASKED``: not all rows see all of them."""
+        key = start + tl.arange(0, KEYS)
+        k_column, v_column = tl.arange(0, K_PADDED)[:, None], tl.arange(0, V_PADDED)[None, :]
+        inside = key <= highest
+        block = tl.load(blocks + key // BLOCK, mask=inside, other=0) if MASKED else tl.load(blocks + key // BLOCK)
+        slot = cache + block.to(tl.int64) * stride_block + (key % BLOCK) * stride_slot
+        k_place, v_place = slot[None, :] + k_column, slot[:, None] + K_DIM + v_column
+        if MASKED or K_PADDED > K_DIM:
+            k = tl.load(k_place, mask=inside[None, :] & (k_column < K_DIM), other=0.0)
+        else:
+            k = tl.load(k_place)
+        score = tl.dot(asking, k, input_precision=PRECISION) * scale
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen &= key[None, :] > position[:, None] - WINDOW
+            score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(most, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(most - higher)
+        if MASKED or V_PADDED > V_DIM:
+            v = tl.load(v_place, mask=inside[:, None] & (v_column < V_DIM), other=0.0)
+        else:
+            v = tl.load(v_place)
+        result = tl.dot(weight.to(v.dtype), v, result * shrink[:, None], input_precision=PRECISION)
+        return higher, total * shrink + tl.sum(weight, 1), result
