@@ -45,7 +45,7 @@ def random_case(seed):
         torch.float32,
         torch.float16,
         *([torch.bfloat16] if GPU else []),
-    ]  # the interpreter gets bf16 products wrong
+    ]  # the interpreter errs in bf16
     dtype = chance.choice(dtypes)
     lengths = [chance.randint(1, longest) for _ in range(chance.randint(1, 3))]
     counts = [-(-length // block_size) for length in lengths]

@@ -1,31 +1,47 @@
-"""The kernels that move KV, against a plain device copy of the same bytes in the same run. Needs a GPU."""
+"""Our kernels against ceilings measured in the same run. Needs a GPU.
+
+Those that move KV: against a plain device copy of the same bytes. Attention of chosen tokens: against a matrix
+product, and against PyTorch's own attention of all tokens."""
 
 import random
 import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.rotation import RotaryColumns
 from kvmosaic.kernels.paged import Move, PagedCaches, gather, scatter
+from kvmosaic.kernels.sparse_attention import Asking, Queries, sparse_attention
 
 BLOCK = 16
 REPEATS = 20
+MATRIX = 8192
+RATIOS, RUNS = (0.05, 0.15), (1, 4, 16, 64)
+"""Shares of the tokens that ask, and lengths of the runs they come in."""
 
 
-def run(context: int, chunk: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """GB/s, read and written, of moving ``context`` tokens in chunks between entries and a paged bf16 cache."""
+def run(context: int, chunk: int, layers: int, heads: int, group: int, head_dim: int) -> dict[str, Any]:
+    """GB/s, read and written, of moving ``context`` tokens in chunks between entries and a paged bf16 cache; TFLOP/s
+    of attention in one layer, with ``group`` query heads to each of ``heads``."""
     if not torch.cuda.is_available():
         raise ConfigError("this benchmark needs a GPU")
     blocks = random.Random(0).sample(range(2 * context // BLOCK), context // BLOCK)
-    shape = (2 * context // BLOCK, BLOCK, heads, 2 * head_dim)
-    caches = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(layers)]
+    rows = _moves(context, chunk, layers, heads, head_dim, blocks)
+    rows += _attention(context, heads, group, head_dim, blocks)
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+
+
+def _moves(
+    context: int, chunk: int, layers: int, heads: int, head_dim: int, blocks: list[int]
+) -> list[dict[str, Any]]:
+    caches = [_cache(context, heads, head_dim) for _ in range(layers)]
     angles = torch.arange(context + 1)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     table = torch.cat([angles.cos(), angles.sin()], -1).to("cuda", torch.bfloat16)
     paged = PagedCaches(caches, head_dim, [table] * layers, RotaryColumns("k", 0, head_dim, False))
-    size = (heads, layers, chunk * 2 * head_dim)
+    size = (heads, layers * chunk * 2 * head_dim)
     entries = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(context // chunk)]
     moves = [Move(data, chunk, 1, index * chunk) for index, data in enumerate(entries)]
     nbytes = sum(data.nbytes for data in entries)
@@ -35,22 +51,65 @@ def run(context: int, chunk: int, layers: int, heads: int, head_dim: int) -> dic
         "scatter": lambda: scatter(moves, paged, blocks),
         "gather": lambda: gather(moves, paged, blocks),
     }
-    rows: list[dict[str, Any]] = []
-    for name, function in work.items():
-        times = [_milliseconds(function) for _ in range(REPEATS + 1)][1:]
-        ms = statistics.median(times)
-        rows.append({"kernel": name, "mb": nbytes / 1e6, "ms": ms, "gb_per_s": 2 * nbytes / ms / 1e6})
+    rates = {name: (ms := _milliseconds(action), 2 * nbytes / ms / 1e6) for name, action in work.items()}
+    return [
+        {
+            "kernel": name,
+            "ms": ms,
+            "rate": rate,
+            "unit": "GB/s",
+            "ceiling": "copy",
+            "of_ceiling": rate / rates["copy"][1],
+        }
+        for name, (ms, rate) in rates.items()
+    ]
+
+
+def _attention(context: int, heads: int, group: int, head_dim: int, blocks: list[int]) -> list[dict[str, Any]]:
+    a, b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    rows = [_row("matmul", _milliseconds(lambda: a @ b), 2 * MATRIX**3)]
+    q, k, v = torch.randn(3, 1, heads * group, context, head_dim, dtype=torch.bfloat16, device="cuda")
+    dense = torch.nn.functional.scaled_dot_product_attention
+    per_key = 4 * heads * group * head_dim  # products and sums of one query and one key
+    ms = _milliseconds(lambda: dense(q, k, v, is_causal=True))
+    rows.append(_row("dense attention", ms, per_key * context * (context + 1) // 2))
+    cache, chance = _cache(context, heads, head_dim).normal_(), np.random.default_rng(0)
+    for ratio in RATIOS:
+        for run in RUNS:
+            starts = np.sort(chance.permutation(context // run)[: int(ratio * context / run)]) * run
+            positions = (starts[:, None] + np.arange(run)).ravel()
+            some = torch.randn(len(positions), heads * group, head_dim, dtype=torch.bfloat16, device="cuda")
+            queries, out = Queries.of([Asking(positions, blocks)], group, some.device), torch.empty_like(some)
+
+            def attend(q: torch.Tensor = some, queries: Queries = queries, out: torch.Tensor = out) -> None:
+                sparse_attention(q, cache, queries, head_dim**-0.5, None, out)
+
+            name = f"attention, {ratio:.0%} in runs of {run}"
+            rows.append(_row(name, _milliseconds(attend), per_key * int((positions + 1).sum())))
     for row in rows:
-        row["of_copy"] = row["gb_per_s"] / rows[0]["gb_per_s"]
-    return {"device": torch.cuda.get_device_name(), "rows": rows}
+        row |= {"ceiling": "matmul", "of_ceiling": row["rate"] / rows[0]["rate"]}
+    return rows
+
+
+def _row(name: str, ms: float, operations: int) -> dict[str, Any]:
+    return {"kernel": name, "ms": ms, "rate": operations / ms / 1e9, "unit": "TFLOP/s"}
+
+
+def _cache(context: int, heads: int, head_dim: int) -> torch.Tensor:
+    shape = (2 * context // BLOCK, BLOCK, heads, 2 * head_dim)
+    return torch.zeros(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
 
 
 def _milliseconds(function: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # the launch is queued meanwhile, so that the GPU's own time is seen
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    """Median of the GPU's own time."""
+    times = []
+    for _ in range(REPEATS + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000)  # the launch is queued meanwhile
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])

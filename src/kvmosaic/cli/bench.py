@@ -101,14 +101,15 @@ def kernels(
     chunk: Annotated[int, typer.Option(help="Tokens per entry.", min=1)] = 512,
     layers: Annotated[int, typer.Option(min=1)] = 32,
     heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8,
+    group: Annotated[int, typer.Option(help="Query heads to each KV head.", min=1, max=128)] = 4,
     head_dim: Annotated[int, typer.Option(min=2)] = 128,
     json: JsonOption = False,
 ) -> None:
-    """GPU: moving entries into and out of paged caches, against a plain copy."""
+    """GPU: moving entries into and out of paged caches, and attention of chosen tokens, against its limits."""
     from kvmosaic.bench import kernels
 
     with console.status("measuring"):
-        result = kernels.run(context, chunk, layers, heads, head_dim)
+        result = kernels.run(context, chunk, layers, heads, group, head_dim)
     rows = result["rows"]
     print_table(f"{result['device']}: {context} tokens", rows[0], (row.values() for row in rows), json=json)
     if json:

@@ -61,7 +61,7 @@ class Queries:
         for index, (_, blocks) in enumerate(sequences):
             table[index, : len(blocks)] = blocks
         positions = np.concatenate([positions for positions, _ in sequences])
-        return cls(*(_sent(part, device) for part in (positions, every, table)), group)
+        return cls(_sent(positions, device), _sent(every, device), _sent(table, device), group)
 
 
 def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -1,24 +1,22 @@
 """What a policy sees of a request in vLLM."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import torch
 
 from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, Part
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.core.rotation import rotate_
-from kvmosaic.engines.rotary import LayerRotary, turns_for
+from kvmosaic.engines.vllm.blocks import RequestBlocks
 from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.sparse import Observer, Row, SparseForward
-from kvmosaic.kernels.remap import LayerTurn
+from kvmosaic.engines.vllm.rows import Row
+from kvmosaic.engines.vllm.sparse import Observer, SparseForward
 from kvmosaic.kernels.scores import attention_weights
 
 
 class VllmAssembled(AssembledPrompt):
     """Probes run through the sparse forward and stop at the last layer they need. K and V of chunks are read from
-    their entries: blocks may be packed as only the backend knows."""
+    where ``kv`` knows to find them."""
 
     def __init__(
         self,
@@ -28,7 +26,7 @@ class VllmAssembled(AssembledPrompt):
         first: int,
         blocks: Sequence[Sequence[int]],
         forward: SparseForward,
-        rotary: Sequence[LayerRotary | None],
+        kv: RequestBlocks,
         ranks: Ranks,
         compute_fresh: Callable[[], None],
     ) -> None:
@@ -43,7 +41,7 @@ class VllmAssembled(AssembledPrompt):
         """Up to this layer all chunk tokens were computed."""
         self._moves = moves
         self._first = first
-        self._rotary = rotary
+        self._kv = kv
         self._blocks = blocks
         self._forward = forward
         self._ranks = ranks
@@ -62,9 +60,8 @@ class VllmAssembled(AssembledPrompt):
         weights = []
         for layer, passes in queries.items():
             asking = torch.cat(passes)[-QUERY_TOKENS:].transpose(0, 1)
-            weights.append(
-                attention_weights(asking, self._reused(layer, "k"), self._forward.layers[layer].impl.scale)
-            )
+            keys = self._kv.reused(self._moves, self._blocks, layer, "k")
+            weights.append(attention_weights(asking, keys, self._forward.layers[layer].impl.scale))
         heads = self._forward.layers[0].num_heads * self._ranks.count
         return self._ranks.sum(torch.stack(weights)) / heads
 
@@ -75,8 +72,8 @@ class VllmAssembled(AssembledPrompt):
             if index == layer:
                 fresh.append((k if part == "k" else v).transpose(0, 1).clone())
 
+        reused = self._kv.reused(self._moves, self._blocks, layer, part)  # before others are written in its place
         self.compute_chunks(layer, observe)
-        reused = self._reused(layer, part)
         skipped = max(0, self._first - self.prompt.chunks[0].start)
         distance = torch.cat(fresh, dim=1).float() - reused[:, skipped:].float()
         changed = torch.zeros(self.chunk_tokens, device=distance.device)
@@ -93,17 +90,3 @@ class VllmAssembled(AssembledPrompt):
 
     def _row(self, start: int, end: int) -> Row:
         return Row(self.prompt.token_ids[start:end], start, self._blocks)
-
-    def _reused(self, layer: int, part: Part) -> torch.Tensor:
-        """K or V of the chunk tokens at one layer, turned to their places: ``[kv_heads, chunk tokens, dim]``."""
-        which = 0 if part == "k" else 1
-        rows = torch.cat([entry.layer(layer)[which].to(self._forward.device) for entry, _ in self._moves], dim=1)
-        turn = self._turns[layer]
-        if turn is not None and turn.columns.part == part:
-            rotate_(rows, turn.turn, turn.columns)
-        return rows
-
-    @cached_property
-    def _turns(self) -> list[LayerTurn | None]:
-        """How keys turn on their way, per layer. vLLM's tables do not depend on a prompt's length."""
-        return turns_for(self._moves, 0, self._rotary)

@@ -9,8 +9,8 @@ import torch
 from kvmosaic.blend import choose, policy_named
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.rotary import LayerRotary
 from kvmosaic.engines.vllm.assembled import VllmAssembled
+from kvmosaic.engines.vllm.blocks import RequestBlocks
 from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.sparse import SparseForward
@@ -32,9 +32,9 @@ class Blender:
     """Makes a choice once for a prompt: vLLM's prefix cache may bring back a part of what was blended, and the rest
     has to become what it was."""
 
-    def __init__(self, forward: SparseForward, rotary: Sequence[LayerRotary | None], ranks: Ranks) -> None:
+    def __init__(self, forward: SparseForward, blocks: RequestBlocks, ranks: Ranks) -> None:
         self._forward = forward
-        self._rotary = rotary
+        self._blocks = blocks
         self._ranks = ranks
         self._choices: dict[bytes, _Choice] = {}
 
@@ -59,7 +59,7 @@ class Blender:
             load.first,
             [(*row, *load.spare) for row in load.blocks],
             self._forward,
-            self._rotary,
+            self._blocks,
             self._ranks,
             compute_fresh,
         )

@@ -5,23 +5,27 @@ Everything else is the connector interface, ``worker_cls``, and ``torch.nn.Modul
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.lora.layers import LoRAMapping
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
 
 __all__ = [
+    "Attend",
     "BlockSalts",
+    "attention_by",
     "build_attn_metadata",
     "build_slot_mappings_by_layer",
     "count_cached_tokens",
     "hash_block_size",
     "init_attn_backend",
+    "is_plain_attention",
     "no_adapters",
     "paged_cache",
     "sliding_window",
@@ -118,6 +122,65 @@ def paged_cache(layer: Any) -> torch.Tensor:
 def write_rows(layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
     """Store K and V ``[tokens, heads, dim]`` of one layer; the backend packs them as it likes."""
     layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
+
+
+Attend = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], object]], None]
+"""Does a layer's attention: the layer, queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``, where
+the result goes ``[tokens, heads, v_dim]``, and what the backend itself would do."""
+
+
+class _Attention:
+    """A backend's attention of one layer, asked of somebody else; everything else is the backend's."""
+
+    def __init__(self, backend: Any, attend: Attend) -> None:
+        self._backend = backend
+        self._attend = attend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward(
+        self,
+        layer: Any,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        cache: Any,
+        metadata: Any,
+        output: torch.Tensor,
+        **scales: Any,
+    ) -> torch.Tensor:
+        def theirs() -> object:
+            return self._backend.forward(layer, q, k, v, cache, metadata, output=output, **scales)
+
+        self._attend(layer, q, k, v, output, theirs)
+        return output
+
+
+@contextmanager
+def attention_by(attend: Attend, layers: Sequence[Any]) -> Iterator[None]:
+    """Have ``attend`` do the attention of some layers. Compiled code looks for it when it runs, not before."""
+    backends = [layer.impl for layer in layers]
+    for layer, backend in zip(layers, backends, strict=True):
+        layer.impl = _Attention(backend, attend)
+    try:
+        yield
+    finally:
+        for layer, backend in zip(layers, backends, strict=True):
+            layer.impl = backend
+
+
+def is_plain_attention(layer: Any) -> bool:
+    """Whether a layer's attention is a softmax of scaled products and nothing else, within a window perhaps, after K
+    and V were written by somebody else."""
+    impl = layer.impl
+    return (
+        type(layer) is Attention
+        and not layer.attn_backend.forward_includes_kv_cache_update
+        and getattr(impl, "alibi_slopes", None) is None
+        and getattr(impl, "sinks", None) is None
+        and not getattr(impl, "logits_soft_cap", None)
+    )
 
 
 @contextmanager

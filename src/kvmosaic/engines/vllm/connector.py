@@ -18,9 +18,9 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.sink import sink_tokens
 from kvmosaic.core.window import WHOLE, WindowTails, reachable_tail
 from kvmosaic.engines.self_test import OFF
-from kvmosaic.engines.vllm.blocks import KernelBlocks
 from kvmosaic.engines.vllm.compat import hash_block_size, sliding_window, unsupported_cache
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
+from kvmosaic.engines.vllm.kernel_blocks import KernelBlocks
 from kvmosaic.engines.vllm.loader import ChunkLoader
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats

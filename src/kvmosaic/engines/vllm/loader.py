@@ -15,15 +15,18 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import Span
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.chunk_cache import KV, ChunkCache
+from kvmosaic.engines.vllm.backend_blocks import BackendBlocks
 from kvmosaic.engines.vllm.blender import Blender
-from kvmosaic.engines.vllm.blocks import BackendBlocks, KernelBlocks, Part, RequestBlocks
+from kvmosaic.engines.vllm.blocks import Part, RequestBlocks
+from kvmosaic.engines.vllm.kernel_blocks import KernelBlocks
 from kvmosaic.engines.vllm.messages import ChunkFill, ChunkLoad, RankReport
 from kvmosaic.engines.vllm.metrics import ChunkStats, CountName
 from kvmosaic.engines.vllm.packing import BlockReader
 from kvmosaic.engines.vllm.prefix_loader import PrefixLoader
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import ANY_LENGTH, measure_rotary
-from kvmosaic.engines.vllm.sparse import Row, SparseForward
+from kvmosaic.engines.vllm.rows import Row
+from kvmosaic.engines.vllm.sparse import SparseForward
 from kvmosaic.engines.vllm.timing import StageTimer
 from kvmosaic.store import LookupResult, MissReason
 
@@ -85,7 +88,7 @@ class ChunkLoader:
         self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary, tails) or BackendBlocks(
             forward, rotary, tails, BlockReader.measure(forward, num_blocks) if config.prefix_blocks else None
         )
-        self._blender = Blender(forward, rotary, ranks)
+        self._blender = Blender(forward, self._blocks, ranks)
         self._fingerprint = format_fingerprint(
             columns=[layer.columns if layer else None for layer in rotary], **identity
         )

@@ -12,7 +12,7 @@ from kvmosaic.engines.vllm.messages import PrefixLoad, PrefixSave
 from kvmosaic.engines.vllm.metrics import ChunkStats
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import ANY_LENGTH
-from kvmosaic.engines.vllm.sparse import Row
+from kvmosaic.engines.vllm.rows import Row
 from kvmosaic.engines.vllm.timing import StageTimer
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.self_test import CONTEXT_TOKENS, failure, trial_entry, trial_prompts
 from kvmosaic.engines.vllm.blocks import RequestBlocks
 from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.sparse import Row, SparseForward
+from kvmosaic.engines.vllm.rows import Row
+from kvmosaic.engines.vllm.sparse import SparseForward
 
 PIECE_TOKENS = 7
 """Recomputed tokens come in runs of so many, each a virtual sequence of its own."""

@@ -7,36 +7,26 @@ each token sees exactly the positions at or before its own: fresh where selected
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
 from kvmosaic.engines.vllm.compat import (
+    attention_by,
     build_attn_metadata,
     build_slot_mappings_by_layer,
     init_attn_backend,
+    is_plain_attention,
     no_adapters,
     write_rows,
 )
-
-
-class Row(NamedTuple):
-    """A run of consecutive tokens of one paged sequence."""
-
-    tokens: Sequence[int]
-    start: int
-    """Position of the first token."""
-    blocks: Sequence[Sequence[int]]
-    """The sequence's block ids, per KV cache group; they cover positions ``0 .. start + len(tokens) - 1``."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
+from kvmosaic.engines.vllm.rows import PagedTokens, Row, by_sequence
+from kvmosaic.engines.vllm.tiles import TileAttention
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -64,6 +54,9 @@ class SparseForward:
             for index, group in enumerate(self._kv_cache_config.kv_cache_groups)
             for name in group.layer_names
         }
+        self._most_rows = vllm_config.scheduler_config.max_num_seqs
+        """Backends are made for so many sequences."""
+        self._tiles: TileAttention | None = None
 
     @property
     def device(self) -> torch.device:
@@ -82,45 +75,33 @@ class SparseForward:
     def capture(self, rows: Sequence[Row], shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute all rows and return the K and V they cache: ``[layers, tokens, heads, dim]`` each, keys rotated.
         With ``shift`` the model is told positions that much higher, while rows see the same keys."""
-        parts = []
+        noted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in self.layers]
+
+        def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            for parts, part in zip(noted[index], (k, v), strict=True):
+                parts.append(part.clone())
+
         for batch in self._passes(rows):
-            with self._recording() as recorded:
-                self._forward(batch, shift, hooked=True)
-            parts.append([torch.stack([recorded[layer.layer_name][i] for layer in self.layers]) for i in (0, 1)])
-        k, v = (torch.cat([part[i] for part in parts], dim=1) for i in (0, 1))
+            self._forward(batch, shift, note)
+        k, v = (torch.stack([torch.cat(layer[which]) for layer in noted]) for which in (0, 1))
         return k, v
 
     def probe(self, rows: Sequence[Row], layer: int, observe: Observer) -> None:
         """Compute rows no further than the K and V of ``layer``, which are written, too. ``observe`` is told, pass
         by pass, each layer's index, queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
-        index_of = {each.layer_name: index for index, each in enumerate(self.layers)}
-        slots: list[torch.Tensor] = []
+        for batch in self._passes(rows):
+            slots = [torch.from_numpy(each).to(self.device) for each in self._slots(by_sequence(batch))]
 
-        def note(module: Any, inputs: tuple[Any, ...]) -> None:
-            index = index_of[module.layer_name]
-            q, k, v = inputs[:3]
-            q = q.reshape(-1, module.num_heads, module.head_size)
-            k, v = (
-                k.reshape(-1, module.num_kv_heads, module.head_size),
-                v.reshape(-1, module.num_kv_heads, module.head_size_v),
-            )
-            observe(index, q, k, v)
-            if index == layer:
-                self.write(module, k, v, slots)
-                raise _Enough
+            def note(
+                index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: list[torch.Tensor] = slots
+            ) -> None:
+                observe(index, q, k, v)
+                if index == layer:
+                    self.write(self.layers[layer], k, v, slots)
+                    raise _Enough
 
-        handles = [each.register_forward_pre_hook(note) for each in self.layers[: layer + 1]]
-        try:
-            for batch in self._passes(rows):
-                parts = [
-                    self.slots(torch.arange(row.start, row.end, device=self.device), row.blocks) for row in batch
-                ]
-                slots[:] = [torch.cat(group) for group in zip(*parts, strict=True)]
-                with suppress(_Enough):
-                    self._forward(batch, hooked=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+            with suppress(_Enough):
+                self._forward(batch, 0, note)
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
@@ -146,15 +127,56 @@ class SparseForward:
             for table, size in zip(tables, self.block_sizes, strict=True)
         ]
 
+    def use_tiles(self) -> None:
+        """From now on attention may read the cache by our own kernel, where that is faster."""
+        if all(map(is_plain_attention, self.layers)) and len({layer.num_heads for layer in self.layers}) == 1:
+            self._tiles = TileAttention(self, self._kv_cache_config.num_blocks)
+
+    def metadata(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """What the backends of all layers need to know of virtual sequences."""
+        device = self.device
+        lengths = [len(row.tokens) for row in rows]
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        ends = torch.tensor([row.end for row in rows], dtype=torch.int32)
+        tables = []
+        for group, size in enumerate(self.block_sizes):
+            table = np.zeros((len(rows), max(-(-row.end // size) for row in rows)), dtype=np.int32)
+            known: dict[int, np.ndarray] = {}  # rows of one sequence share its blocks
+            for index, row in enumerate(rows):
+                blocks, count = row.blocks[group], -(-row.end // size)
+                if id(blocks) not in known:
+                    known[id(blocks)] = np.asarray(blocks, dtype=np.int32)
+                table[index, :count] = known[id(blocks)][:count]
+            tables.append(torch.from_numpy(table).to(device))
+        sequences = by_sequence(rows)
+        metadata: dict[str, Any] = build_attn_metadata(
+            attn_groups=self._groups,
+            num_reqs=len(rows),
+            num_tokens=sum(lengths),
+            query_start_loc_gpu=offsets.to(device),
+            query_start_loc_cpu=offsets,
+            max_query_len=max(lengths),
+            seq_lens=ends.to(device),
+            max_seq_len=int(ends.max()),
+            block_tables=tables,
+            slot_mappings=torch.from_numpy(np.stack(self._slots(sequences))).to(device),
+            kv_cache_config=self._kv_cache_config,
+            seq_lens_cpu_upper_bound=ends,
+            positions=torch.from_numpy(np.concatenate([each.positions for each in sequences])).to(device),
+            is_prefilling=torch.ones(len(rows), dtype=torch.bool),
+        )
+        return metadata
+
     def _passes(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Cut rows into passes within the engine's limits on tokens and sequences."""
         scheduler = self._config.scheduler_config
         room = scheduler.max_num_batched_tokens
+        most_rows = room if self._in_tiles(rows) else self._most_rows
         batch: list[Row] = []
         for row in rows:
             rest = row
             while rest.tokens:
-                if room == 0 or len(batch) == scheduler.max_num_seqs:
+                if room == 0 or len(batch) == most_rows:
                     yield batch
                     room, batch = scheduler.max_num_batched_tokens, []
                 piece = Row(rest.tokens[:room], rest.start, rest.blocks)
@@ -164,78 +186,58 @@ class SparseForward:
         if batch:
             yield batch
 
-    def _forward(self, rows: Sequence[Row], shift: int = 0, hooked: bool = False) -> torch.Tensor:
+    def _in_tiles(self, rows: Sequence[Row]) -> bool:
+        return self._tiles is not None and self._tiles.is_cheaper(rows)
+
+    def _slots(self, sequences: Sequence[PagedTokens]) -> list[np.ndarray]:
+        """Slot of each token of some sequences, per KV cache group, ``[tokens]`` int64."""
+        return [
+            np.concatenate(
+                [
+                    np.asarray(blocks[group], dtype=np.int64)[positions // size] * size + positions % size
+                    for positions, blocks in sequences
+                ]
+            )
+            for group, size in enumerate(self.block_sizes)
+        ]
+
+    def _forward(self, rows: Sequence[Row], shift: int = 0, observe: Observer | None = None) -> torch.Tensor:
         """One pass; the last hidden states ``[tokens, hidden]``."""
         device = self.device
-        lengths = [len(row.tokens) for row in rows]
-        positions = torch.cat([torch.arange(row.start, row.end) for row in rows]).to(device)
-        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        ends = torch.tensor([row.end for row in rows], dtype=torch.int32)
-        tables, slots = [], []
-        for group, size in enumerate(self.block_sizes):
-            width = max(-(-row.end // size) for row in rows)
-            table = torch.zeros(len(rows), width, dtype=torch.int32)
-            known: dict[int, torch.Tensor] = {}  # rows of one sequence share its blocks
-            for index, row in enumerate(rows):
-                blocks, count = row.blocks[group], -(-row.end // size)
-                if id(blocks) not in known:
-                    known[id(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-                table[index, :count] = known[id(blocks)][:count]
-            table = table.to(device)
-            owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)).to(device)
-            slots.append(table[owner, positions // size].long() * size + positions % size)
-            tables.append(table)
-        metadata = build_attn_metadata(
-            attn_groups=self._groups,
-            num_reqs=len(rows),
-            num_tokens=len(positions),
-            query_start_loc_gpu=offsets.to(device),
-            query_start_loc_cpu=offsets,
-            max_query_len=max(lengths),
-            seq_lens=ends.to(device),
-            max_seq_len=int(ends.max()),
-            block_tables=tables,
-            slot_mappings=torch.stack(slots),
-            kv_cache_config=self._kv_cache_config,
-            seq_lens_cpu_upper_bound=ends,
-            positions=positions,
-            is_prefilling=torch.ones(len(rows), dtype=torch.bool),
-        )
+        sequences = by_sequence(rows)
+        tiles = self._tiles if self._in_tiles(rows) or len(rows) > self._most_rows else None
+        queries = None if tiles is None else tiles.queries(sequences)
+        positions = torch.from_numpy(np.concatenate([each.positions for each in sequences])).to(device)
+        slots = torch.from_numpy(np.stack(self._slots(sequences))).to(device)
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32, device=device)
+        index_of = {layer.layer_name: index for index, layer in enumerate(self.layers)}
+
+        def attend(
+            layer: Any, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
+        ) -> None:
+            if observe is not None:
+                observe(index_of[layer.layer_name], q, k, v)
+            if tiles is None or queries is None:
+                backend()
+            else:
+                tiles.attend(layer, q, queries, out)
+
         with (
             torch.inference_mode(),
-            no_adapters(self._runner, len(rows), len(positions)),
+            no_adapters(self._runner, len(sequences), len(tokens)),
+            attention_by(attend, self.layers if observe or queries else ()),
             set_forward_context(
-                metadata,
+                self.metadata(rows) if queries is None else None,
                 self._config,
-                num_tokens=len(positions),
-                slot_mapping=build_slot_mappings_by_layer(torch.stack(slots), self._kv_cache_config),
-                # Hooks are seen by eager code alone; on a CPU, vLLM's compiled code is traced for its own steps only.
-                skip_compiled=hooked or device.type == "cpu",
+                num_tokens=len(tokens),
+                slot_mapping=build_slot_mappings_by_layer(slots, self._kv_cache_config),
+                # On a CPU, vLLM's compiled code is traced for its own steps only.
+                skip_compiled=device.type == "cpu",
             ),
         ):
             return self._runner.model(
                 input_ids=tokens, positions=positions + shift, intermediate_tensors=None, inputs_embeds=None
             )
-
-    @contextmanager
-    def _recording(self) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-        """Note each layer's K and V before the backend packs or quantises them."""
-        recorded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def note(layer: Any, inputs: tuple[Any, ...]) -> None:
-            _, k, v = inputs[:3]
-            recorded[layer.layer_name] = (
-                k.reshape(-1, layer.num_kv_heads, layer.head_size).clone(),
-                v.reshape(-1, layer.num_kv_heads, layer.head_size_v).clone(),
-            )
-
-        handles = [layer.register_forward_pre_hook(note) for layer in self.layers]
-        try:
-            yield recorded
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _layer_index(name: str) -> tuple[int, str]:

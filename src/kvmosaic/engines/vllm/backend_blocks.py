@@ -1,0 +1,114 @@
+"""Entries into vLLM's blocks and out of them by means of the backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvmosaic.blend.base import Part as KVPart
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.rotation import CosSin, rotate_
+from kvmosaic.core.window import WindowTails
+from kvmosaic.engines.rotary import LayerRotary, turns_for
+from kvmosaic.engines.vllm.blocks import KV, Part, RequestBlocks
+from kvmosaic.engines.vllm.packing import BlockReader
+from kvmosaic.engines.vllm.rows import Row
+from kvmosaic.engines.vllm.sparse import SparseForward
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Those tokens of some entries that a layer keeps."""
+
+    tokens: torch.Tensor
+    """Which they are among the tokens of all entries, ``[kept]``."""
+    skipped: int
+    """So many of them, the first, are not to be written."""
+    positions: torch.Tensor
+    """Where the others go, ``[kept - skipped]``."""
+
+    @classmethod
+    def of(cls, moves: Sequence[tuple[ChunkKV, int]], counts: Sequence[int], first: int) -> "_Kept":
+        """The last ``counts`` of each entry; what would go to a position below ``first`` is not written."""
+        tokens, positions, end = [], [], 0
+        for (entry, at), count in zip(moves, counts, strict=True):
+            end, last = end + len(entry.tokens), at + len(entry.tokens)
+            tokens.append(torch.arange(end - count, end))
+            positions.append(torch.arange(last - count, last))
+        places = torch.cat(positions)
+        skipped = int((places < first).sum())  # they ascend
+        return cls(torch.cat(tokens), skipped, places[skipped:])
+
+
+class BackendBlocks(RequestBlocks):
+    """With torch operations, the backend's own writer, and hooks that see KV before it is packed: for any backend."""
+
+    def __init__(
+        self,
+        forward: SparseForward,
+        rotary: Sequence[LayerRotary | None],
+        tails: WindowTails,
+        reader: BlockReader | None,
+    ) -> None:
+        self._forward = forward
+        self.tails = tails
+        self._rotary = rotary
+        self._reader = reader
+
+    def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
+        if not moves:
+            return
+        assert all(entry.format.tails == self.tails for entry, _ in moves)
+        forward, windowed = self._forward, self.tails.layers
+        # vLLM's tables do not depend on a prompt's length.
+        turns = turns_for(moves, 0, self._rotary)
+        moved = [replace(entry, data=entry.data.to(forward.device, non_blocking=True)) for entry, _ in moves]
+        everything = _Kept.of(moves, [len(entry.tokens) for entry, _ in moves], first)
+        tail = _Kept.of(moves, [min(len(entry.tokens), self.tails.tokens) for entry, _ in moves], first)
+        slots = {kept: forward.slots(kept.positions.to(forward.device), blocks) for kept in (everything, tail)}
+        for index, layer in enumerate(forward.layers):
+            kept = tail if index in windowed else everything
+            # [heads, tokens, dim] of all entries
+            k, v = (torch.cat(parts, dim=1) for parts in zip(*(entry.layer(index) for entry in moved), strict=True))
+            turn = turns[index]
+            if turn is not None:
+                rows = CosSin(*(part[kept.tokens.to(part.device)] for part in turn.turn))
+                rotate_(k if turn.columns.part == "k" else v, rows, turn.columns)
+            # [tokens, heads, dim], as backends take it
+            k, v = (part[:, kept.skipped :].transpose(0, 1).contiguous() for part in (k, v))
+            forward.write(layer, k, v, slots[kept])
+
+    def reused(
+        self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], layer: int, part: KVPart
+    ) -> torch.Tensor:
+        # From the entries: only the backend knows how blocks are packed.
+        which = 0 if part == "k" else 1
+        rows = torch.cat([entry.layer(layer)[which].to(self._forward.device) for entry, _ in moves], dim=1)
+        turn = turns_for(moves, 0, [self._rotary[layer]])[0]
+        if turn is not None and turn.columns.part == part:
+            rotate_(rows, turn.turn, turn.columns)
+        return rows
+
+    @property
+    def can_read(self) -> bool:
+        return self._reader is not None
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
+        assert self._reader is not None
+        return self._reader.read(blocks, start, end)
+
+    def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
+        if not parts:
+            self._forward.run(rows)
+            return []
+        k, v = self._forward.capture(rows)
+        begins = [0]
+        for row in rows:
+            begins.append(begins[-1] + len(row.tokens))
+        results = []
+        for part in parts:
+            offset = begins[part.row] - rows[part.row].start
+            inside = slice(offset + part.start, offset + part.end)
+            # [layers, tokens, heads, dim] -> [heads, layers, tokens, dim]
+            results.append((k[:, inside].permute(2, 0, 1, 3), v[:, inside].permute(2, 0, 1, 3)))
+        return results

@@ -1,0 +1,81 @@
+"""Attention of short runs by our own kernel, where that is cheaper than the backend's.
+
+A backend reads the KV before a run for that run alone; our kernel once for all tokens of a tile. But tile by tile the
+backend's is the faster one: by how much is measured at start, on the GPU, the model and the backend at hand.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvmosaic.engines.vllm.compat import paged_cache
+from kvmosaic.engines.vllm.rows import PagedTokens, Row, by_sequence
+from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, sparse_attention
+
+if TYPE_CHECKING:
+    from kvmosaic.engines.vllm.sparse import SparseForward
+
+CONTEXT_TOKENS, RUN_TOKENS, REPEATS = 8192, 1024, 5
+"""The speed of both is that for one run, behind so much context; the median of so many times."""
+
+
+class TileAttention:
+    """Attends by tiles of tokens, which need not be neighbours."""
+
+    def __init__(self, forward: "SparseForward", num_blocks: int) -> None:
+        """Nobody uses any of the ``num_blocks`` blocks yet."""
+        layer = forward.layers[0]
+        self._group = layer.num_heads // layer.num_kv_heads
+        self._tokens = ROWS // self._group
+        self._device = forward.device
+        self.slowdown = self._measure(forward, num_blocks)
+        """How much longer our kernel takes for one run than the backend does."""
+
+    def is_cheaper(self, rows: Sequence[Row]) -> bool:
+        """Whether to compute ``rows`` in tiles."""
+        theirs = sum(-(-len(row.tokens) // self._tokens) * row.end for row in rows)
+        ours = sum(len(row.tokens) * row.end for row in rows) / self._tokens
+        return ours * self.slowdown < theirs
+
+    def queries(self, sequences: Sequence[PagedTokens]) -> Queries:
+        """Put the tokens of some sequences, whose blocks are in one group, into tiles."""
+        asking = [Asking(positions, blocks[0]) for positions, blocks in sequences]
+        return Queries.of(asking, self._group, self._device)
+
+    def attend(self, layer: Any, q: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:
+        """Attention of ``q`` ``[tokens, heads, dim]`` over a layer's cache, into ``out``."""
+        sparse_attention(q, paged_cache(layer), queries, layer.impl.scale, layer.sliding_window, out)
+
+    def _measure(self, forward: "SparseForward", num_blocks: int) -> float:
+        layer, size = forward.layers[0], forward.block_sizes[0]
+        context = min(CONTEXT_TOKENS, (num_blocks - 1) * size)
+        tokens = min(RUN_TOKENS, context)
+        row = Row(range(tokens), context - tokens, [range(1, context // size + 1)])
+        dtype = paged_cache(layer).dtype
+        heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        dims = (layer.head_size, layer.head_size, layer.head_size_v)
+        q, k, v = (
+            torch.randn(tokens, count, dim, dtype=dtype, device=self._device)
+            for count, dim in zip(heads, dims, strict=True)
+        )
+        out = torch.empty(tokens, layer.num_heads, layer.head_size_v, dtype=dtype, device=self._device)
+        queries = self.queries(by_sequence([row]))
+        metadata = forward.metadata([row])[layer.layer_name]
+        with torch.inference_mode():
+            ours = _seconds(lambda: self.attend(layer, q, queries, out))
+            theirs = _seconds(lambda: layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, output=out))
+        return ours / theirs
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS + 1):  # the first compiles
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[1:])
