@@ -99,7 +99,8 @@ class MooncakeClient(RemoteClient):
         _check(codes)
 
     def scan(self, prefix: str) -> Iterator[list[str]]:
-        names = [name for name in self._ask_master("get_all_keys").splitlines() if name.startswith(prefix)]
+        every = _ask_master(self._url, "get_all_keys", self._patience_s).splitlines()
+        names = [name for name in every if name.startswith(prefix)]
         for start in range(0, len(names), PAGE_KEYS):
             yield names[start : start + PAGE_KEYS]
 
@@ -127,27 +128,23 @@ class MooncakeClient(RemoteClient):
 
     def _connect(self) -> Any:
         if self._connected is None:
-            # Where no master answers, the library's setup would stop every thread of this process for 90 s.
-            self._ask_master("health")
-            store = self._library.MooncakeDistributedStore()
-            master = f"{self._url.host}:{self._url.port}"
-            socket.create_connection((self._url.host, self._url.port), self._patience_s).close()
-            code = store.setup(_own_address(self._url), "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", master)
-            if code != 0:
-                raise ConnectionError(f"no Mooncake master at {master} (error {code})")
+            store = connect(self._library, self._url, self._patience_s)
             self._connected = store
             # A client that is destroyed unclosed, at exit or before, takes the whole process down.
             atexit.register(self.close)
         return self._connected
 
-    def _ask_master(self, what: str) -> str:
-        address = f"http://{self._url.host}:{self._url.metrics_port}/{what}"
-        try:
-            with urllib.request.urlopen(address, timeout=self._patience_s) as answer:
-                text: str = answer.read().decode(errors="replace")
-                return text
-        except (OSError, HTTPException) as error:
-            raise ConnectionError(f"{address}: {error}; is metrics_port right?") from error
+
+def connect(library: Any, url: RemoteUrl, patience_s: float) -> Any:
+    """A client of the library that lends no memory; raises ``ConnectionError``."""
+    # Where no master answers, the library's setup would stop every thread of this process for 90 s.
+    _ask_master(url, "health", patience_s)
+    socket.create_connection((url.host, url.port), patience_s).close()
+    store, master = library.MooncakeDistributedStore(), f"{url.host}:{url.port}"
+    code = store.setup(_own_address(url), "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", master)
+    if code != 0:
+        raise ConnectionError(f"no Mooncake master at {master} (error {code})")
+    return store
 
 
 class _Registered:
@@ -164,6 +161,16 @@ class _Registered:
     def __exit__(self, *_: object) -> None:
         for buffer in self._buffers:
             self._store.unregister_buffer(buffer.ctypes.data)
+
+
+def _ask_master(url: RemoteUrl, what: str, patience_s: float) -> str:
+    address = f"http://{url.host}:{url.metrics_port}/{what}"
+    try:
+        with urllib.request.urlopen(address, timeout=patience_s) as answer:
+            text: str = answer.read().decode(errors="replace")
+            return text
+    except (OSError, HTTPException) as error:
+        raise ConnectionError(f"{address}: {error}; is metrics_port right?") from error
 
 
 def _check(codes: Sequence[int]) -> None:
