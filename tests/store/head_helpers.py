@@ -95,11 +95,11 @@ def change(tier: RemoteTier, name: str, damage: Callable[[bytearray], None]) -> 
     """Alter a stored value."""
     found: list[Any] = []
 
-    def buffer_for(_: int, nbytes: int) -> Any:
+    def buffers_for(_: int, nbytes: int) -> Any:
         found.append(np.empty(nbytes, np.uint8))
-        return found[-1]
+        return [found[-1]]
 
-    tier._client.get_into([name], buffer_for)
+    tier._client.get_into([name], buffers_for)
     value = bytearray(found[-1].tobytes())
     damage(value)
     plant(tier, name, value)

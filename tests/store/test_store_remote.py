@@ -74,7 +74,7 @@ def test_a_value_is_a_safetensors_file_that_keeps_its_memory() -> None:
     tensors = load(value.tobytes())
     assert torch.equal(tensors["kv"].view(torch.uint8), entry.data.view(torch.uint8))
     assert tuple(tensors["tokens"].tolist()) == entry.tokens
-    read = decode(value, entry.key)
+    read = decode([value], entry.key)
     assert same(read, entry)
     offset = read.data.data_ptr() - value.ctypes.data
     assert 0 < offset < len(value)

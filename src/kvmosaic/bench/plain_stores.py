@@ -48,19 +48,24 @@ class PlainStore(ABC):
 
 
 class Memory(PlainStore):
-    """A copy into new memory, and one back."""
+    """A copy there, and one back."""
 
     title = "memcpy"
 
+    def __init__(self, sent: Values, received: Values) -> None:
+        super().__init__(sent, received)
+        self._kept = np.ones_like(sent)
+
     def put(self) -> None:
-        self._kept = [entry.copy() for entry in self.sent]
+        for target, entry in zip(self._kept, self.sent, strict=True):
+            np.copyto(target, entry)
 
     def get(self) -> None:
         for target, entry in zip(self.received, self._kept, strict=True):
             np.copyto(target, entry)
 
     def clean(self) -> None:
-        self._kept = []
+        pass
 
 
 class Files(PlainStore):
@@ -109,10 +114,10 @@ class Wire(PlainStore):
         for keys, targets in zip(self._keys, self.received, strict=True):
             self._connection.send([("GET", key) for key in keys])
             for target in targets:
-                assert self._connection.value_into(lambda _, target=target: target) == target.nbytes
+                assert self._connection.value_into(lambda _, target=target: [target]) == target.nbytes
 
     def clean(self) -> None:
-        self._connection.send([("DEL", *(key for keys in self._keys for key in keys))])
+        self._connection.send([("UNLINK", *(key for keys in self._keys for key in keys))])
         self._connection.reply()
 
     def close(self) -> None:
@@ -149,7 +154,7 @@ class RedisPackage(PlainStore):
             assert [len(value) for value in pipeline.execute()] == [target.nbytes for target in targets]
 
     def clean(self) -> None:
-        self._client.delete(*(key for keys in self._keys for key in keys))
+        self._client.unlink(*(key for keys in self._keys for key in keys))
 
     def close(self) -> None:
         self._client.close()

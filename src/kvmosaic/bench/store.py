@@ -14,10 +14,10 @@ import torch
 
 from kvmosaic.bench.plain_stores import Files, Memory, PlainStore, plain_stores
 from kvmosaic.core.config import load_config
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.heads import HeadShare
-from kvmosaic.core.key import ChunkKey, content_hash
+from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store import ChunkStorageManager, open_store
 
@@ -50,12 +50,13 @@ class Bench:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.tenant = f"kvmosaic-bench-{uuid.uuid4().hex}"
+        self.tenant = f"bench-{uuid.uuid4().hex[:12]}"
         self.share = HeadShare.of_rank(0, 1, shape.heads, shape.layers)
-        self.entries = [_entry(self._key(number, shape.tokens), number, shape) for number in range(shape.entries)]
         size = shape.entries, shape.heads, shape.head_bytes
-        self.sent = np.stack([entry.data.view(torch.uint8).numpy() for entry in self.entries]).reshape(size)
+        self.sent = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         self.received = np.ones(size, np.uint8)  # not empty, so that every page is there
+        # As an engine stages them: head by head, in a block of memory that is used again.
+        self.entries = [self._entry(number, shape, data) for number, data in enumerate(torch.from_numpy(self.sent))]
 
     def open(self, **settings: Any) -> ChunkStorageManager:
         """Without memory for entries unless ``settings`` say so: then every lookup reads the tier below."""
@@ -67,23 +68,15 @@ class Bench:
         store.clear(lambda key: key.tenant == self.tenant)
 
     def host(self) -> list[dict[str, Any]]:
-        """An entry is staged once, and kept and handed out without a copy: both sides copy it into and out of memory
-        that is kept."""
-        shape, copies = self.shape, torch.from_numpy(self.received)
-        dims = shape.heads, shape.layers, 2, shape.tokens, shape.head_dim
-        kv = [entry.data.view(dims) for entry in self.entries]
-
-        def put() -> None:
-            for entry, data in zip(self.entries, kv, strict=True):
-                k, v = data[:, :, 0], data[:, :, 1]
-                store.put(ChunkKV.from_kv(entry.key, entry.tokens, entry.context, k, v))
+        """Entries are handed out where they are, so that both sides have to copy them somewhere."""
 
         def get() -> None:
-            for target, entry in zip(copies, self._find(store, "host"), strict=True):
-                target.view(entry.format.dtype).copy_(entry.data)
+            for target, entry in zip(self.received, self._find(store, "host"), strict=True):
+                np.copyto(target, entry.data.view(torch.uint8).numpy())
 
-        with closing(self.open(host_memory=2 * shape.nbytes)) as store:
-            return self._rows("host", store, [Memory(self.sent, self.received)], put, get)
+        with closing(self.open(host_memory=2 * self.shape.nbytes)) as store:
+            plain = Memory(self.sent, self.received)
+            return self._rows("host", store, [plain], lambda: self._put(store), get)
 
     def disk(self, folder: Path) -> list[dict[str, Any]]:
         with closing(self.open(disk_path=folder / "entries", disk_space=2 * self.shape.nbytes + 2**20)) as store:
@@ -111,24 +104,20 @@ class Bench:
     ) -> list[dict[str, Any]]:
         """Our ``put`` and ``get`` and those of ``plain``, in turns."""
         times: dict[tuple[str, str], list[float]] = {}
-        try:
-            for turn in range(REPEATS + 1):
-                for name, operation, function in (
-                    ("ours", "put", put),
-                    *((peer.title, "put", peer.put) for peer in plain),
-                    ("ours", "get", get),
-                    *((peer.title, "get", peer.get) for peer in plain),
-                ):
-                    seconds = _seconds(function)
-                    if turn > 0:  # the first connects, and touches memory for the first time
-                        times.setdefault((name, operation), []).append(seconds)
-                self.clear(store)
-                for peer in plain:
-                    peer.clean()
-        finally:
-            self.clear(store)
-            for peer in plain:
-                peer.clean()
+        sides: list[tuple[str, Callable[[], object], Callable[[], object], Callable[[], object]]] = [
+            ("ours", put, get, lambda: self.clear(store)),
+            *((peer.title, peer.put, peer.get, peer.clean) for peer in plain),
+        ]
+        for turn in range(REPEATS + 1):
+            # Whoever comes next finds what the one before left in caches and in the store's free memory.
+            for name, put_all, get_all, clean in sides[:: 1 if turn % 2 else -1]:
+                try:
+                    seconds = _seconds(put_all), _seconds(get_all)
+                finally:
+                    clean()
+                if turn > 0:  # the first connects, and touches memory for the first time
+                    for operation, taken in zip(("put", "get"), seconds, strict=True):
+                        times.setdefault((name, operation), []).append(taken)
         speed = {what: self.shape.nbytes / 1e6 / statistics.median(seconds) for what, seconds in times.items()}
         return [
             {
@@ -162,7 +151,8 @@ class Bench:
     def _lookup(self, tier: str, store: ChunkStorageManager) -> dict[str, Any]:
         """Milliseconds to ask for many heads at once, all of which are there."""
         small = Shape(-(-LOOKUP_KEYS // self.shape.heads), 1, self.shape.layers, self.shape.heads, 1)
-        entries = [_entry(self._key(number, 1), number, small) for number in range(small.entries)]
+        nothing = torch.zeros(small.heads, small.head_bytes, dtype=torch.uint8)
+        entries = [self._entry(number, small, nothing) for number in range(small.entries)]
         keys = [entry.key for entry in entries]
         try:
             for entry in entries:
@@ -178,10 +168,14 @@ class Bench:
             self.clear(store)
         return {"lookup": tier, "keys": len(keys) * small.heads, "ms": 1e3 * statistics.median(times[1:])}
 
-    def _key(self, number: int, tokens: int) -> ChunkKey:
-        digest = content_hash(_tokens(number, tokens))
-        fingerprint = f"{self.shape.layers}-{self.shape.head_dim if tokens > 1 else 1}"
-        return ChunkKey(digest, tokens, "bench-model", fingerprint, self.tenant, str(self.share.heads))
+    def _entry(self, number: int, shape: Shape, data: torch.Tensor) -> ChunkKV:
+        """``data`` is ``[heads, bytes]``."""
+        tokens = tuple(range(number * shape.tokens, (number + 1) * shape.tokens))
+        fingerprint = format_fingerprint(shape=shape)
+        heads = str(self.share.heads)
+        key = ChunkKey(content_hash(tokens), shape.tokens, "bench-model", fingerprint, self.tenant, heads)
+        kv_format = KVFormat(shape.layers, shape.heads, shape.head_dim, shape.head_dim, torch.bfloat16)
+        return ChunkKV(key, tokens, (), kv_format, data.view(torch.bfloat16))
 
 
 def run(shape: Shape, remote: str | None, disk_path: Path | None, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -199,17 +193,6 @@ def run(shape: Shape, remote: str | None, disk_path: Path | None, progress: Call
         progress("the remote store")
         rows += bench.remote(remote)
     return {"rows": rows}
-
-
-def _entry(key: ChunkKey, number: int, shape: Shape) -> ChunkKV:
-    generator = torch.Generator().manual_seed(number)
-    size = shape.heads, shape.layers, shape.tokens, shape.head_dim
-    k, v = (torch.randn(size, dtype=torch.bfloat16, generator=generator) for _ in range(2))
-    return ChunkKV.from_kv(key, _tokens(number, shape.tokens), (), k, v)
-
-
-def _tokens(number: int, count: int) -> tuple[int, ...]:
-    return tuple(range(number * count, (number + 1) * count))
 
 
 def _seconds(function: Callable[[], object]) -> float:

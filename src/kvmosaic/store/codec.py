@@ -8,12 +8,12 @@ error.
 
 import json
 import os
+from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -21,6 +21,7 @@ from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.window import WindowTails
 from kvmosaic.store.base import CorruptEntryError
+from kvmosaic.store.memory import POOL, Bytes
 
 FORMAT_NAME = "kvmosaic-entry-2"
 MAX_HEADER_BYTES = 1024**2
@@ -40,8 +41,6 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
 }
 """As safetensors calls them."""
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def encode(entry: ChunkKV) -> list[memoryview]:
@@ -69,9 +68,9 @@ def encode(entry: ChunkKV) -> list[memoryview]:
     return [memoryview(small), kv.reshape(-1).data]
 
 
-def decode(value: Bytes, key: ChunkKey) -> ChunkKV:
-    """Verify that ``value``, ``[bytes]``, is the entry of ``key``, which then lives in its memory; raises
-    :class:`CorruptEntryError` if anything differs."""
+def decode(value: Sequence[Bytes], key: ChunkKey) -> ChunkKV:
+    """Verify that ``value``, parts that follow one another, is the entry of ``key``. Its KV is then used where it is,
+    unless it is spread over several parts. Raises :class:`CorruptEntryError` if anything differs."""
     return _decode(_Memory(value), key)
 
 
@@ -114,12 +113,17 @@ class _Source(Protocol):
 
 
 class _Memory:
-    def __init__(self, value: Bytes) -> None:
-        self.nbytes = len(value)
+    def __init__(self, value: Sequence[Bytes]) -> None:
+        self.nbytes = sum(map(len, value))
         self._value = value
 
     def read(self, first: int, last: int) -> Bytes:
-        return self._value[first:last]
+        pieces, start = [], 0
+        for part in self._value:
+            pieces.append(part[max(0, first - start) : max(0, last - start)])
+            start += len(part)
+        filled = [piece for piece in pieces if len(piece)]
+        return filled[0] if len(filled) == 1 else np.concatenate(pieces)
 
 
 class _File:
@@ -128,8 +132,7 @@ class _File:
         self._file = file
 
     def read(self, first: int, last: int) -> Bytes:
-        # numpy asks for huge pages for large arrays; torch.empty does not and is several times slower to fill.
-        buffer = np.empty(last - first, np.uint8)
+        buffer = POOL.take(last - first)
         self._file.seek(first)
         if self._file.readinto(buffer.data) != len(buffer):
             raise ValueError("the file was truncated while it was read")

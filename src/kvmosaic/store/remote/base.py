@@ -3,17 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
+from kvmosaic.store.memory import Bytes
 
 ABSENT = 0
 """What ``get_into`` answers for a key that is not there: no value is empty."""
 FAILED = -1
 """What ``get_into`` answers for a key that is there, or was a moment ago, but cannot be read."""
 
-Bytes = npt.NDArray[np.uint8]
 Value = Sequence[memoryview]
 """Parts that follow one another, each contiguous bytes."""
+BuffersFor = Callable[[int, int], Sequence[Bytes]]
+"""See :meth:`RemoteClient.get_into`."""
 
 
 class RefusedError(OSError):
@@ -43,9 +43,10 @@ class RemoteClient(ABC):
         A value that was there may stay: values of one key are equal."""
 
     @abstractmethod
-    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
-        """Read values, each into ``buffer_for(index of its key, length of the value)``, ``[that length]``, which is
-        asked for as soon as the length is known. For each key the length, or :data:`ABSENT`, or :data:`FAILED`."""
+    def get_into(self, keys: Sequence[str], buffers_for: BuffersFor) -> list[int]:
+        """Read values, each into ``buffers_for(index of its key, length of the value)``, one after the other and together
+        that long, which are asked for as soon as the length is known. For each key the length, or :data:`ABSENT`, or
+        :data:`FAILED`."""
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:

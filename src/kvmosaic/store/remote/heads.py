@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.heads import HeadRange, HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError
+from kvmosaic.store.memory import POOL, Bytes
 from kvmosaic.store.remote.base import RefusedError
 from kvmosaic.store.remote.keys import HeadPoolKey, part_keys
 
@@ -29,9 +29,9 @@ def split(entry: ChunkKV) -> list[ChunkKV]:
     ]
 
 
-def join(key: ChunkKey, parts: Sequence[ChunkKV]) -> ChunkKV:
-    """The entry of ``key`` from what :func:`split` made of it. Raises :class:`CorruptEntryError` when the parts, each
-    of them sound, are not of one entry."""
+def join(key: ChunkKey, parts: Sequence[ChunkKV], block: Bytes | None) -> ChunkKV:
+    """The entry of ``key`` from what :func:`split` made of it. Nothing is copied if their KV already are the rows of
+    ``block``. Raises :class:`CorruptEntryError` when the parts, each of them sound, are not of one entry."""
     heads, first = HeadRange.parse(key.heads), parts[0]
     if heads is None:
         return first
@@ -41,10 +41,11 @@ def join(key: ChunkKey, parts: Sequence[ChunkKV]) -> ChunkKV:
         )
     if any((part.tokens, part.context, part.format) != (first.tokens, first.context, first.format) for part in parts):
         raise CorruptEntryError("its heads are of different entries")
-    # numpy asks for huge pages for large arrays; torch.empty does not and is several times slower to fill.
-    memory = np.empty(sum(part.nbytes for part in parts), np.uint8)
-    data = torch.from_numpy(memory).view(first.format.dtype).view(len(parts), -1)
-    torch.cat([part.data for part in parts], out=data)
+    in_place = block is not None and [part.data.data_ptr() for part in parts] == [row.ctypes.data for row in block]
+    memory = block if block is not None and in_place else POOL.take(len(parts) * first.nbytes).reshape(len(parts), -1)
+    data = torch.from_numpy(memory).view(first.format.dtype)
+    if not in_place:
+        torch.cat([part.data for part in parts], out=data)
     return ChunkKV(key, first.tokens, first.context, replace(first.format, heads=len(parts)), data)
 
 

@@ -53,7 +53,7 @@ class HeadPoolKey(NamedTuple):
 
 def names_of(key: ChunkKey) -> list[str]:
     """What an entry's values are called: one for each head if its key names heads and layers, else a single one."""
-    heads = HeadRange.parse(key.heads)
+    heads = _range_of(key.heads)
     if heads is None:
         return [remote_key(key)]
     chunk = _chunk(key.tenant, key.model, key.fingerprint, key.content_hash, key.num_tokens)
@@ -110,6 +110,11 @@ def _start(tenant: str, model: str, fingerprint: str) -> str:
     """Quoting takes longer than all the rest of a lookup, and is the same for thousands of keys."""
     parts = "@".join(quote(part, safe="") for part in (tenant, model))
     return f"{PREFIX}{parts}@fmt:{quote(fingerprint, safe='')}@"
+
+
+@lru_cache(maxsize=1024)
+def _range_of(heads: str) -> HeadRange | None:
+    return HeadRange.parse(heads)
 
 
 @lru_cache(maxsize=1024)

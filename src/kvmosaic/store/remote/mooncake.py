@@ -5,16 +5,17 @@ import os
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.remote_url import RemoteUrl
-from kvmosaic.store.remote.base import ABSENT, FAILED, Bytes, RemoteClient, Value
+from kvmosaic.store.remote.base import ABSENT, FAILED, BuffersFor, Bytes, RemoteClient, Value
 from kvmosaic.store.remote.keys import group_of
 
 LOCAL_BUFFER_BYTES = 16 * 2**20
@@ -70,23 +71,17 @@ class MooncakeClient(RemoteClient):
         parts = [[np.frombuffer(part, np.uint8) for part in value] for value in values]
         config = self._library.ReplicateConfig()
         config.group_ids = [group_of(key) for key in keys]
-        pointers = [[part.ctypes.data for part in value] for value in parts]
-        lengths = [[part.nbytes for part in value] for value in parts]
-        with self._store() as store, _Registered(store, [part for value in parts for part in value]):
-            codes = store.batch_put_from_multi_buffers(list(keys), pointers, lengths, config)
+        with self._store() as store, _Registered(store, list(chain.from_iterable(parts))):
+            codes = store.batch_put_from_multi_buffers(list(keys), *_places(parts), config)
         _check(codes)
         return [None if code >= 0 else f"Mooncake's error {code}" for code in codes]
 
-    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
+    def get_into(self, keys: Sequence[str], buffers_for: BuffersFor) -> list[int]:
         lengths = [ABSENT] * len(keys)
         there = [(index, size) for index, size in enumerate(self.sizes(keys)) if size is not None]
-        buffers = [buffer_for(index, size) for index, size in there]
-        with self._store() as store, _Registered(store, buffers):
-            codes = store.batch_get_into(
-                [keys[index] for index, _ in there],
-                [buffer.ctypes.data for buffer in buffers],
-                [buffer.nbytes for buffer in buffers],
-            )
+        buffers = [buffers_for(index, size) for index, size in there]
+        with self._store() as store, _Registered(store, list(chain.from_iterable(buffers))):
+            codes = store.batch_get_into_multi_buffers([keys[index] for index, _ in there], *_places(buffers))
         _check(codes)
         for (index, size), code in zip(there, codes, strict=True):
             lengths[index] = size if code == size else ABSENT if code == NOT_FOUND else FAILED
@@ -171,6 +166,12 @@ def _ask_master(url: RemoteUrl, what: str, patience_s: float) -> str:
             return text
     except (OSError, HTTPException) as error:
         raise ConnectionError(f"{address}: {error}; is metrics_port right?") from error
+
+
+def _places(values: Sequence[Sequence[Bytes]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Addresses and lengths."""
+    addresses = [[part.ctypes.data for part in value] for value in values]
+    return addresses, [[part.nbytes for part in value] for value in values]
 
 
 def _check(codes: Sequence[int]) -> None:

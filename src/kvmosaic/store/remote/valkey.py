@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvmosaic.core.remote_url import RemoteUrl
-from kvmosaic.store.remote.base import FAILED, Bytes, RefusedError, RemoteClient, Value
+from kvmosaic.store.remote.base import FAILED, BuffersFor, RefusedError, RemoteClient, Value
 from kvmosaic.store.remote.resp import Connection, Reply
 
 T = TypeVar("T")
@@ -38,10 +38,10 @@ class ValkeyClient(RemoteClient):
         replies = self._ask([("SET", key, value) for key, value in zip(keys, values, strict=True)])
         return [str(reply) if isinstance(reply, RefusedError) else None for reply in replies]
 
-    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
+    def get_into(self, keys: Sequence[str], buffers_for: BuffersFor) -> list[int]:
         def get(connection: Connection) -> list[int]:
             connection.send([("GET", key) for key in keys])
-            lengths = [connection.value_into(partial(buffer_for, index)) for index in range(len(keys))]
+            lengths = [connection.value_into(partial(buffers_for, index)) for index in range(len(keys))]
             return [FAILED if isinstance(length, RefusedError) else length for length in lengths]
 
         return self._use(get)

@@ -5,9 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 
-import numpy as np
-
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.remote_url import RemoteUrl
@@ -16,6 +14,7 @@ from kvmosaic.store.codec import decode, encode, max_file_bytes
 from kvmosaic.store.remote.base import ABSENT, FAILED, Bytes, RefusedError, RemoteClient
 from kvmosaic.store.remote.breaker import Breaker
 from kvmosaic.store.remote.heads import HeadGroups, join, split
+from kvmosaic.store.remote.incoming import Incoming
 from kvmosaic.store.remote.keys import PREFIX, HeadPoolKey, names_of, parse_remote_key, part_keys
 from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.remote.valkey import ValkeyClient
@@ -41,6 +40,8 @@ class RemoteTier(Tier):
         ``share`` is what this process holds, if heads are stored one by one."""
         self._client = client
         self._share = share
+        self._formats: dict[tuple[str, str, str], KVFormat] = {}
+        """Of the values that were read so far: how long the KV in the next ones will be."""
         self._breaker = Breaker(title, deadline_s, probe=lambda: client.exists([PREFIX]))
 
     def size(self, key: ChunkKey) -> int | None:
@@ -56,30 +57,22 @@ class RemoteTier(Tier):
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         names = names_of(key)
-        values: dict[int, Bytes] = {}
-
-        def buffer_for(index: int, nbytes: int) -> Bytes:
-            values[index] = np.empty(nbytes, np.uint8)
-            return values[index]
-
-        def nbytes() -> int:
-            # A store may tell a length only when it comes to that value; heads are all about as long.
-            return len(names) * max((value.nbytes for value in list(values.values())), default=0)
-
-        lengths = self._breaker.call(lambda: self._client.get_into(names, buffer_for), nbytes)
+        incoming = Incoming(len(names), self._formats.get(_format_of(key)), key.num_tokens)
+        lengths = self._breaker.call(lambda: self._client.get_into(names, incoming.buffers_for), incoming.nbytes)
         parts: list[ChunkKV] = []
         damage: dict[str, CorruptEntryError] = {}
         for index, part_key in enumerate(part_keys(key)):
             if lengths[index] in (ABSENT, FAILED):
                 continue
-            part = _checked(values[index], part_key)
+            part = _checked(incoming.values[index], part_key)
             if isinstance(part, ChunkKV):
                 parts.append(part)
+                self._formats[_format_of(key)] = part.format
             else:
                 damage[names[index]] = part
         if len(parts) == len(names):
             try:
-                return join(key, parts)
+                return join(key, parts, incoming.block)
             except CorruptEntryError as error:
                 damage = dict.fromkeys(names, error)
         if damage:
@@ -93,7 +86,8 @@ class RemoteTier(Tier):
         raise RefusedError(f"the value of {names[lengths.index(FAILED)]} is there but cannot be read")
 
     def nbytes(self, entry: ChunkKV) -> int:
-        return sum(map(max_file_bytes, split(entry)))
+        parts = split(entry)
+        return len(parts) * max_file_bytes(parts[-1])  # the number of the last head has the most digits
 
     def put(self, entry: ChunkKV) -> int:
         if self._share is not None and not self._share.writes(entry.key.content_hash):
@@ -154,7 +148,12 @@ def open_remote_tier(url: str, deadline_s: float, share: HeadShare | None = None
     return RemoteTier(client, deadline_s, f"the remote tier at {url}", share)
 
 
-def _checked(value: Bytes, key: ChunkKey) -> ChunkKV | CorruptEntryError:
+def _format_of(key: ChunkKey) -> tuple[str, str, str]:
+    """What says how values are laid out: keys that agree in it have values of one format."""
+    return key.model, key.fingerprint, key.heads
+
+
+def _checked(value: Sequence[Bytes], key: ChunkKey) -> ChunkKV | CorruptEntryError:
     try:
         return decode(value, key)
     except CorruptEntryError as error:
