@@ -1,7 +1,7 @@
 """``kvmosaic bench``: ratios measured in one run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -85,7 +85,7 @@ def store(
     from kvmosaic.bench import store
     from kvmosaic.core.config import load_config
 
-    given = {"remote": remote, "disk_path": disk_path}
+    given: dict[str, Any] = {"remote": remote, "disk_path": disk_path}
     config = load_config(**{name: value for name, value in given.items() if value is not None})
     shape = store.Shape(entries, tokens, layers, heads, head_dim)
     with console.status("making entries") as status:

@@ -40,11 +40,11 @@ class MemoryPool:
         # the last one is gone.
         owner = (ctypes.c_ubyte * nbytes).from_buffer(memory.data)
         weakref.finalize(owner, self._kept.append, memory).atexit = False
-        return np.frombuffer(owner, np.uint8)
+        return np.frombuffer(memoryview(owner), np.uint8)
 
     def _find(self, nbytes: int) -> Bytes | None:
-        """Kept memory that fits, the tightest; what is too much to keep is let go. Finalizers may run at any moment, in
-        any thread, and only append."""
+        """Kept memory that fits, the tightest; what is too much to keep is let go. Finalizers may run at any moment,
+        in any thread, and only append."""
         with self._lock:
             kept = [self._kept.popleft() for _ in range(len(self._kept))]
             fitting = [memory for memory in kept if nbytes <= len(memory) <= nbytes * (1 + SLACK)]

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from kvmosaic.store.memory import Bytes
 
@@ -12,8 +13,17 @@ FAILED = -1
 
 Value = Sequence[memoryview]
 """Parts that follow one another, each contiguous bytes."""
-BuffersFor = Callable[[int, int], Sequence[Bytes]]
-"""See :meth:`RemoteClient.get_into`."""
+
+
+class Incoming(Protocol):
+    """Takes values as they arrive. It may hear of a value more than once, if the store had to be asked again."""
+
+    def buffers_for(self, index: int, nbytes: int) -> Sequence[Bytes]:
+        """Memory for value ``index``, as soon as its length is known: buffers to be filled one after the other, which
+        together have ``nbytes`` bytes."""
+
+    def received(self, index: int) -> None:
+        """Value ``index`` is there. Others may be on their way meanwhile."""
 
 
 class RefusedError(OSError):
@@ -38,14 +48,14 @@ class RemoteClient(ABC):
         """Bytes of each value, ``None`` where there is none. May cost more than :meth:`exists`."""
 
     @abstractmethod
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[str | None]:
-        """Store values, each as a whole or not at all. For each key ``None``, or in a few words why it was refused.
-        A value that was there may stay: values of one key are equal."""
+    def put(self, keys: Sequence[str], values: Sequence[Callable[[], Value]]) -> list[str | None]:
+        """Store values, each as a whole or not at all. They are asked for when it is their turn, maybe repeatedly, so
+        that one can be made while another is on its way. For each key ``None``, or in a few words why it was
+        refused. A value that was there may stay: values of one key are equal."""
 
     @abstractmethod
-    def get_into(self, keys: Sequence[str], buffers_for: BuffersFor) -> list[int]:
-        """Read values, each into ``buffers_for(index of its key, length of the value)``, one after the other and together
-        that long, which are asked for as soon as the length is known. For each key the length, or :data:`ABSENT`, or
+    def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:
+        """Read values into the memory that ``incoming`` has for them. For each key the length, or :data:`ABSENT`, or
         :data:`FAILED`."""
 
     @abstractmethod

@@ -1,6 +1,5 @@
 """What entries, and single heads of entries, are called in a remote store."""
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -60,10 +59,13 @@ def names_of(key: ChunkKey) -> list[str]:
     return [chunk + end for end in _ends(heads)]
 
 
-def part_keys(key: ChunkKey) -> list[ChunkKey]:
-    """For each of :func:`names_of` the key of an entry that is just this part."""
-    heads = HeadRange.parse(key.heads)
-    return [key] if heads is None else [replace(key, heads=str(head)) for head in heads.each()]
+def part_keys(key: ChunkKey) -> list[str]:
+    """For each of :func:`names_of` the key, as text, of an entry that is just this part."""
+    heads = _range_of(key.heads)
+    if heads is None:
+        return [str(key)]
+    tenant, model, fingerprint, _, digest, tokens = str(key).split("@")
+    return [f"{tenant}@{model}@{fingerprint}@{head}@{digest}@{tokens}" for head in heads.each()]
 
 
 def remote_key(key: ChunkKey) -> str:

@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
 from itertools import chain
@@ -15,7 +15,8 @@ import numpy as np
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.remote_url import RemoteUrl
-from kvmosaic.store.remote.base import ABSENT, FAILED, BuffersFor, Bytes, RemoteClient, Value
+from kvmosaic.store.memory import Bytes
+from kvmosaic.store.remote.base import ABSENT, FAILED, Incoming, RemoteClient, Value
 from kvmosaic.store.remote.keys import group_of
 
 LOCAL_BUFFER_BYTES = 16 * 2**20
@@ -67,8 +68,8 @@ class MooncakeClient(RemoteClient):
         sizes = {key: max(map(_size, found), default=0) for key, found in replicas.items()}
         return [sizes.get(key) or None for key in keys]
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[str | None]:
-        parts = [[np.frombuffer(part, np.uint8) for part in value] for value in values]
+    def put(self, keys: Sequence[str], values: Sequence[Callable[[], Value]]) -> list[str | None]:
+        parts = [[np.frombuffer(part, np.uint8) for part in value()] for value in values]
         config = self._library.ReplicateConfig()
         config.group_ids = [group_of(key) for key in keys]
         with self._store() as store, _Registered(store, list(chain.from_iterable(parts))):
@@ -76,15 +77,17 @@ class MooncakeClient(RemoteClient):
         _check(codes)
         return [None if code >= 0 else f"Mooncake's error {code}" for code in codes]
 
-    def get_into(self, keys: Sequence[str], buffers_for: BuffersFor) -> list[int]:
+    def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:
         lengths = [ABSENT] * len(keys)
         there = [(index, size) for index, size in enumerate(self.sizes(keys)) if size is not None]
-        buffers = [buffers_for(index, size) for index, size in there]
+        buffers = [incoming.buffers_for(index, size) for index, size in there]
         with self._store() as store, _Registered(store, list(chain.from_iterable(buffers))):
             codes = store.batch_get_into_multi_buffers([keys[index] for index, _ in there], *_places(buffers))
         _check(codes)
         for (index, size), code in zip(there, codes, strict=True):
             lengths[index] = size if code == size else ABSENT if code == NOT_FOUND else FAILED
+            if code == size:
+                incoming.received(index)
         return lengths
 
     def delete(self, keys: Sequence[str]) -> None:

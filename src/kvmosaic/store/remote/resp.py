@@ -11,7 +11,8 @@ import ssl
 from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.core.remote_url import PASSWORD_VARIABLE, RemoteUrl
-from kvmosaic.store.remote.base import ABSENT, Bytes, RefusedError, Value
+from kvmosaic.store.memory import Bytes
+from kvmosaic.store.remote.base import ABSENT, RefusedError, Value
 
 REFUSALS = ("OOM", "WRONGTYPE")
 """Error replies that are about the one command. All others (LOADING, NOAUTH, READONLY …) are about the server."""
