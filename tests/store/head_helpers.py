@@ -91,20 +91,26 @@ def head_name(entry: ChunkKV, head: int) -> str:
     return names_of(of_share(entry, share(0, 1)).key)[head]
 
 
+class Raw:
+    """Takes a value as it is."""
+
+    def buffers_for(self, index: int, nbytes: int) -> list[Any]:
+        self.value = np.empty(nbytes, np.uint8)
+        return [self.value]
+
+    def received(self, index: int) -> None:
+        pass
+
+
 def change(tier: RemoteTier, name: str, damage: Callable[[bytearray], None]) -> None:
     """Alter a stored value."""
-    found: list[Any] = []
-
-    def buffer_for(_: int, nbytes: int) -> Any:
-        found.append(np.empty(nbytes, np.uint8))
-        return found[-1]
-
-    tier._client.get_into([name], buffer_for)
-    value = bytearray(found[-1].tobytes())
+    incoming = Raw()
+    tier._client.get_into([name], incoming)
+    value = bytearray(incoming.value.tobytes())
     damage(value)
     plant(tier, name, value)
 
 
 def plant(tier: RemoteTier, name: str, value: bytes | bytearray) -> None:
     tier._client.delete([name])
-    assert tier._client.put([name], [[memoryview(bytes(value))]]) == [None]
+    assert tier._client.put([name], [lambda: [memoryview(bytes(value))]]) == [None]

@@ -48,7 +48,7 @@ def value_of(entry: ChunkKV) -> bytearray:
 def plant(tier: RemoteTier, key: ChunkKey, value: bytes | bytearray) -> None:
     """Store any bytes under the key of an entry."""
     tier.delete(key)
-    [refusal] = tier._client.put([remote_key(key)], [[memoryview(bytes(value))]])
+    [refusal] = tier._client.put([remote_key(key)], [lambda: [memoryview(bytes(value))]])
     assert refusal is None
 
 
@@ -74,7 +74,8 @@ def test_a_value_is_a_safetensors_file_that_keeps_its_memory() -> None:
     tensors = load(value.tobytes())
     assert torch.equal(tensors["kv"].view(torch.uint8), entry.data.view(torch.uint8))
     assert tuple(tensors["tokens"].tolist()) == entry.tokens
-    read = decode(value, entry.key)
+    decoded = decode([value], str(entry.key))
+    read = decoded.entry(entry.key, decoded.kv)
     assert same(read, entry)
     offset = read.data.data_ptr() - value.ctypes.data
     assert 0 < offset < len(value)

@@ -15,7 +15,7 @@ from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.hf import LLM
 from kvmosaic.store.codec import encode
-from kvmosaic.store.remote.heads import split
+from kvmosaic.store.remote.heads import values_of
 from kvmosaic.store.remote.keys import names_of, remote_key
 from kvmosaic.store.tiers.remote import RemoteTier
 from tests.engines.hf.tiny import make
@@ -60,7 +60,7 @@ def test_ls_stats_verify_and_purge(tier: RemoteTier, server: Valkey | Mooncake) 
     value = bytearray(b"".join(encode(make_entry(0, tenant="b"))))
     value[-1] ^= 1
     tier.delete(make_entry(0, tenant="b").key)
-    tier._client.put([remote_key(make_entry(0, tenant="b").key)], [[memoryview(bytes(value))]])
+    tier._client.put([remote_key(make_entry(0, tenant="b").key)], [lambda: [memoryview(bytes(value))]])
     assert "4 entries checked, 1 damaged and deleted" in kvmosaic("verify", *where, check=1)
     assert result("verify", *where) == {"checked": 3, "set_aside": 0}
     assert result("purge", *where, "--tenant", "a")["deleted"] == 2
@@ -75,10 +75,10 @@ def test_heads_that_are_stored_one_by_one(tier: RemoteTier, server: Valkey | Moo
     for entry in (whole, complete, broken):
         tier.put(entry)
     names = names_of(broken.key)
-    value = bytearray(b"".join(encode(split(broken)[3])))
+    value = bytearray(b"".join(values_of(broken)[3]()))
     value[-1] ^= 1
     tier._client.delete([names[1], names[3]])
-    tier._client.put([names[3]], [[memoryview(bytes(value))]])
+    tier._client.put([names[3]], [lambda: [memoryview(bytes(value))]])
     listed = result("ls", *where)
     parts = [row["key"].split("@")[3] for row in listed["entries"]]
     assert sorted(parts) == ["0-0of4L0-1", "0-3of4L0-1", "2-3of4L0-1", "all"]

@@ -1,11 +1,12 @@
 """``kvmosaic bench``: ratios measured in one run."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
-from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_table
+from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table
 from kvmosaic.core.errors import ConfigError
 
 app = typer.Typer(help="Benchmarks; each prints ratios measured in one run.", no_args_is_help=True)
@@ -62,6 +63,39 @@ def eviction(seed: int = 0, json: JsonOption = False) -> None:
         result = eviction.run(seed)
     rows = result["rows"]
     print_table("hit rates by budget", rows[0], (row.values() for row in rows), json=json)
+    if json:
+        print_json(result)
+
+
+@app.command("store")
+def store(
+    remote: Annotated[
+        str | None, typer.Option(help="The remote tier: valkey://host:6379/0 or mooncake://host:50051.")
+    ] = None,
+    disk_path: Annotated[Path | None, typer.Option(help="A folder on the disk to measure.")] = None,
+    entries: Annotated[int, typer.Option(help="Entries moved at a time.", min=2)] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens per entry.", min=1)] = 128,
+    layers: Annotated[int, typer.Option(min=1)] = 32,
+    heads: Annotated[int, typer.Option(help="KV heads, each a value of its own in the remote tier.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    json: JsonOption = False,
+) -> None:
+    """Every tier's throughput against a plain use of what is behind it, and a remote tier's look-up. Touches nothing
+    that is stored there."""
+    from kvmosaic.bench import store
+    from kvmosaic.core.config import load_config
+
+    given: dict[str, Any] = {"remote": remote, "disk_path": disk_path}
+    config = load_config(**{name: value for name, value in given.items() if value is not None})
+    shape = store.Shape(entries, tokens, layers, heads, head_dim)
+    with console.status("making entries") as status:
+        result = store.run(shape, config.remote, config.disk_path, progress=status.update)
+    moved = [row for row in result["rows"] if "tier" in row]
+    title = f"{entries} entries of {heads} heads of {shape.head_bytes / 2**20:.2f} MiB"
+    print_table(title, moved[0], (row.values() for row in moved), json=json)
+    for row in result["rows"]:
+        if "lookup" in row:
+            print_line(f"look-up of {row['keys']} keys, {row['lookup']}: {row['ms']:.1f} ms", json)
     if json:
         print_json(result)
 

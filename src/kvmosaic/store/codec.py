@@ -8,12 +8,14 @@ error.
 
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -21,9 +23,11 @@ from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.window import WindowTails
 from kvmosaic.store.base import CorruptEntryError
+from kvmosaic.store.memory import POOL, Bytes
 
 FORMAT_NAME = "kvmosaic-entry-2"
 MAX_HEADER_BYTES = 1024**2
+FORMAT_FIELDS = ("layers", "heads", "k_dim", "v_dim", "dtype", "windowed", "tail")
 ALIGNMENT = 64
 """Bytes; the KV starts at a multiple of it."""
 
@@ -41,37 +45,75 @@ _DTYPE_NAMES = {
 }
 """As safetensors calls them."""
 
-Bytes = npt.NDArray[np.uint8]
-
 
 def encode(entry: ChunkKV) -> list[memoryview]:
-    """The bytes of ``entry`` in two parts that follow one another: all that is small, and the KV, which is not copied
-    when it is contiguous in host memory."""
-    data = entry.data.cpu().contiguous()
-    tokens = np.asarray(entry.tokens, "<i4").view(np.uint8)
-    context = np.asarray(entry.context, "<i4").view(np.uint8)
-    kv = _bytes_of(data)
-    fields = _fields(entry, kv)
-    fields["checksum"] = _checksum(fields, tokens, context)
-    header: dict[str, Any] = {"__metadata__": fields}
-    end = 0
-    for name, dtype, shape, nbytes in (
-        ("tokens", "I32", [len(entry.tokens)], tokens.nbytes),
-        ("context", "I32", [len(entry.context)], context.nbytes),
-        ("kv", _DTYPE_NAMES[data.dtype], list(data.shape), kv.nbytes),
-    ):
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
-        end += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces are part of the format. They align the KV, which is used where it was received.
-    text += b" " * (-(8 + len(text) + tokens.nbytes + context.nbytes) % ALIGNMENT)
-    small = len(text).to_bytes(8, "little") + text + tokens.tobytes() + context.tobytes()
-    return [memoryview(small), kv.reshape(-1).data]
+    """The bytes of ``entry``, see :meth:`Encoding.value`."""
+    return Encoding(entry).value(str(entry.key), 0, entry.format.heads)
 
 
-def decode(value: Bytes, key: ChunkKey) -> ChunkKV:
-    """Verify that ``value``, ``[bytes]``, is the entry of ``key``, which then lives in its memory; raises
-    :class:`CorruptEntryError` if anything differs."""
+class Encoding:
+    """An entry about to be written, as a whole or head by head: what its values have in common is made once."""
+
+    def __init__(self, entry: ChunkKV) -> None:
+        data = entry.data.cpu().contiguous()
+        self._kv = _bytes_of(data)
+        self._dtype, self._numbers = _DTYPE_NAMES[data.dtype], data.shape[1]
+        self._tokens = np.asarray(entry.tokens, "<i4").view(np.uint8)
+        self._context = np.asarray(entry.context, "<i4").view(np.uint8)
+        self._fields = {
+            "format": FORMAT_NAME,
+            "layers": str(entry.format.layers),
+            "k_dim": str(entry.format.k_dim),
+            "v_dim": str(entry.format.v_dim),
+            "dtype": str(entry.format.dtype).removeprefix("torch."),
+            "windowed": " ".join(map(str, entry.format.tails.layers)),
+            "tail": str(entry.format.tails.tokens),
+        }
+
+    def value(self, key: str, first: int, end: int) -> list[memoryview]:
+        """Heads from ``first`` to before ``end`` as the entry of ``key``, in two parts that follow one another: all
+        that is small, and the KV, which is not copied when it is contiguous in host memory."""
+        tokens, context, kv = self._tokens, self._context, self._kv[first:end]
+        fields = {**self._fields, "key": key, "heads": str(end - first), "head_checksums": _head_checksums(kv)}
+        fields["checksum"] = _checksum(fields, tokens, context)
+        header: dict[str, Any] = {"__metadata__": fields}
+        at = 0
+        for name, dtype, shape, nbytes in (
+            ("tokens", "I32", [tokens.nbytes // 4], tokens.nbytes),
+            ("context", "I32", [context.nbytes // 4], context.nbytes),
+            ("kv", self._dtype, [end - first, self._numbers], kv.nbytes),
+        ):
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + nbytes]}
+            at += nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        # Spaces are part of the format. They align the KV, which is used where it was received.
+        text += b" " * (-(8 + len(text) + tokens.nbytes + context.nbytes) % ALIGNMENT)
+        small = len(text).to_bytes(8, "little") + text + tokens.tobytes() + context.tobytes()
+        return [memoryview(small), kv.reshape(-1).data]
+
+
+class Decoded(NamedTuple):
+    """What is in a value, verified."""
+
+    tokens: Bytes
+    context: Bytes
+    format: KVFormat
+    kv: Bytes
+    """``[heads, bytes]``."""
+
+    def entry(self, key: ChunkKey, kv: Bytes) -> ChunkKV:
+        """As the entry of ``key``, with ``kv`` of maybe more heads; a :class:`CorruptEntryError` if it is none."""
+        kv_format = self.format if len(kv) == self.format.heads else replace(self.format, heads=len(kv))
+        try:
+            data = torch.from_numpy(kv).view(kv_format.dtype)
+            return ChunkKV(key, _ints(self.tokens), _ints(self.context), kv_format, data)
+        except ValueError as error:
+            raise CorruptEntryError(str(error)) from error
+
+
+def decode(value: Sequence[Bytes], key: str) -> Decoded:
+    """Verify that ``value``, parts that follow one another, is the entry of ``key``. What is decoded lives in its
+    memory, unless it is spread over several parts. Raises :class:`CorruptEntryError` if anything differs."""
     return _decode(_Memory(value), key)
 
 
@@ -102,7 +144,8 @@ def read_key(path: Path) -> ChunkKey:
 def read_entry(path: Path, key: ChunkKey) -> ChunkKV:
     """Read and verify the entry of ``key``; raises :class:`CorruptEntryError` if anything differs."""
     with open(path, "rb") as file:
-        return _decode(_File(file), key)
+        decoded = _decode(_File(file), str(key))
+    return decoded.entry(key, decoded.kv)
 
 
 class _Source(Protocol):
@@ -114,12 +157,17 @@ class _Source(Protocol):
 
 
 class _Memory:
-    def __init__(self, value: Bytes) -> None:
-        self.nbytes = len(value)
+    def __init__(self, value: Sequence[Bytes]) -> None:
+        self.nbytes = sum(map(len, value))
         self._value = value
 
     def read(self, first: int, last: int) -> Bytes:
-        return self._value[first:last]
+        pieces, start = [], 0
+        for part in self._value:
+            pieces.append(part[max(0, first - start) : max(0, last - start)])
+            start += len(part)
+        filled = [piece for piece in pieces if len(piece)]
+        return filled[0] if len(filled) == 1 else np.concatenate(pieces)
 
 
 class _File:
@@ -128,45 +176,43 @@ class _File:
         self._file = file
 
     def read(self, first: int, last: int) -> Bytes:
-        # numpy asks for huge pages for large arrays; torch.empty does not and is several times slower to fill.
-        buffer = np.empty(last - first, np.uint8)
+        buffer = POOL.take(last - first)
         self._file.seek(first)
         if self._file.readinto(buffer.data) != len(buffer):
             raise ValueError("the file was truncated while it was read")
         return buffer
 
 
-def _decode(source: _Source, key: ChunkKey) -> ChunkKV:
+def _decode(source: _Source, key: str) -> Decoded:
     try:
-        return _read_entry(source, key)
+        return _read(source, key)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptEntryError(str(error) or repr(error)) from error
 
 
-def _read_entry(source: _Source, key: ChunkKey) -> ChunkKV:
+def _read(source: _Source, key: str) -> Decoded:
     header = _read_header(source)
     fields: dict[str, str] = header["__metadata__"]
-    if fields["key"] != str(key):
+    if fields["key"] != key:
         raise ValueError(f"holds the entry of another key, {fields['key']}")
     tokens, context = _read_tensor(source, header, "tokens"), _read_tensor(source, header, "context")
     if fields.pop("checksum") != _checksum(fields, tokens, context):
         raise ValueError("the checksum of key, tokens, context and format does not match")
     # From here on the fields are the ones that were written.
-    kv_format = KVFormat(
-        layers=int(fields["layers"]),
-        heads=int(fields["heads"]),
-        k_dim=int(fields["k_dim"]),
-        v_dim=int(fields["v_dim"]),
-        dtype=getattr(torch, fields["dtype"]),
-        tails=WindowTails(tuple(map(int, fields["windowed"].split())), int(fields["tail"])),
-    )
-    data = _read_tensor(source, header, "kv").reshape(kv_format.heads, -1)
-    if fields["head_checksums"] != _head_checksums(data):
+    kv_format = _format(*map(fields.__getitem__, FORMAT_FIELDS))
+    kv = _read_tensor(source, header, "kv").reshape(kv_format.heads, -1)
+    if fields["head_checksums"] != _head_checksums(kv):
         raise ValueError("the checksum of a head does not match")
-    kv = torch.from_numpy(data).view(kv_format.dtype)
-    if header["kv"]["shape"] != list(kv.shape):
+    heads, numbers = header["kv"]["shape"]
+    if (heads, numbers * kv_format.dtype.itemsize) != kv.shape:
         raise ValueError("the shape in the header does not match")
-    return ChunkKV(key, _ints(tokens), _ints(context), kv_format, kv)
+    return Decoded(tokens, context, kv_format, kv)
+
+
+@lru_cache(maxsize=1024)
+def _format(layers: str, heads: str, k_dim: str, v_dim: str, dtype: str, windowed: str, tail: str) -> KVFormat:
+    tails = WindowTails(tuple(map(int, windowed.split())), int(tail))
+    return KVFormat(int(layers), int(heads), int(k_dim), int(v_dim), getattr(torch, dtype), tails)
 
 
 def _read_header(source: _Source) -> dict[str, Any]:
@@ -192,21 +238,6 @@ def _read_header(source: _Source) -> dict[str, Any]:
 
 def _read_tensor(source: _Source, header: dict[str, Any], name: str) -> Bytes:
     return source.read(*header[name]["data_offsets"])
-
-
-def _fields(entry: ChunkKV, kv: Bytes) -> dict[str, str]:
-    return {
-        "format": FORMAT_NAME,
-        "key": str(entry.key),
-        "layers": str(entry.format.layers),
-        "heads": str(entry.format.heads),
-        "k_dim": str(entry.format.k_dim),
-        "v_dim": str(entry.format.v_dim),
-        "dtype": str(entry.format.dtype).removeprefix("torch."),
-        "windowed": " ".join(map(str, entry.format.tails.layers)),
-        "tail": str(entry.format.tails.tokens),
-        "head_checksums": _head_checksums(kv),
-    }
 
 
 def _checksum(fields: dict[str, str], tokens: Bytes, context: Bytes) -> str:

@@ -2,18 +2,28 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
+from kvmosaic.store.memory import Bytes
 
 ABSENT = 0
 """What ``get_into`` answers for a key that is not there: no value is empty."""
 FAILED = -1
 """What ``get_into`` answers for a key that is there, or was a moment ago, but cannot be read."""
 
-Bytes = npt.NDArray[np.uint8]
 Value = Sequence[memoryview]
 """Parts that follow one another, each contiguous bytes."""
+
+
+class Incoming(Protocol):
+    """Takes values as they arrive. It may hear of a value more than once, if the store had to be asked again."""
+
+    def buffers_for(self, index: int, nbytes: int) -> Sequence[Bytes]:
+        """Memory for value ``index``, as soon as its length is known: buffers to be filled one after the other, which
+        together have ``nbytes`` bytes."""
+
+    def received(self, index: int) -> None:
+        """Value ``index`` is there. Others may be on their way meanwhile."""
 
 
 class RefusedError(OSError):
@@ -38,14 +48,15 @@ class RemoteClient(ABC):
         """Bytes of each value, ``None`` where there is none. May cost more than :meth:`exists`."""
 
     @abstractmethod
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[str | None]:
-        """Store values, each as a whole or not at all. For each key ``None``, or in a few words why it was refused.
-        A value that was there may stay: values of one key are equal."""
+    def put(self, keys: Sequence[str], values: Sequence[Callable[[], Value]]) -> list[str | None]:
+        """Store values, each as a whole or not at all. They are asked for when it is their turn, maybe repeatedly, so
+        that one can be made while another is on its way. For each key ``None``, or in a few words why it was
+        refused. A value that was there may stay: values of one key are equal."""
 
     @abstractmethod
-    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
-        """Read values, each into ``buffer_for(index of its key, length of the value)``, ``[that length]``, which is
-        asked for as soon as the length is known. For each key the length, or :data:`ABSENT`, or :data:`FAILED`."""
+    def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:
+        """Read values into the memory that ``incoming`` has for them. For each key the length, or :data:`ABSENT`, or
+        :data:`FAILED`."""
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:

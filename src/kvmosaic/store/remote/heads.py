@@ -1,51 +1,50 @@
 """Entries taken apart into heads, and put together again."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
-import torch
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.heads import HeadRange, HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError
+from kvmosaic.store.codec import Decoded, Encoding, encode
+from kvmosaic.store.memory import POOL, Bytes
 from kvmosaic.store.remote.base import RefusedError
 from kvmosaic.store.remote.keys import HeadPoolKey, part_keys
 
 
-def split(entry: ChunkKV) -> list[ChunkKV]:
-    """One entry for each value that ``entry`` is stored as; nothing is copied."""
+def values_of(entry: ChunkKV) -> list[Callable[[], list[memoryview]]]:
+    """How to make each value that ``entry`` is stored as."""
     heads = HeadRange.parse(entry.key.heads)
     if heads is None:
-        return [entry]
+        return [partial(encode, entry)]
     if (heads.count, heads.layers) != (entry.format.heads, entry.format.layers):
         raise RefusedError(f"an entry of {entry.format.heads} heads and {entry.format.layers} layers as {heads}")
-    one = replace(entry.format, heads=1)
-    return [
-        ChunkKV(key, entry.tokens, entry.context, one, entry.data[index : index + 1])
-        for index, key in enumerate(part_keys(entry.key))
-    ]
+    encoding = Encoding(entry)
+    return [partial(encoding.value, key, head, head + 1) for head, key in enumerate(part_keys(entry.key))]
 
 
-def join(key: ChunkKey, parts: Sequence[ChunkKV]) -> ChunkKV:
-    """The entry of ``key`` from what :func:`split` made of it. Raises :class:`CorruptEntryError` when the parts, each
-    of them sound, are not of one entry."""
+def join(key: ChunkKey, parts: Sequence[Decoded], block: Bytes | None) -> ChunkKV:
+    """The entry of ``key`` from its values. Nothing is copied if their KV already are the rows of ``block``. Raises
+    :class:`CorruptEntryError` when the values, each of them sound, are not of one entry."""
     heads, first = HeadRange.parse(key.heads), parts[0]
     if heads is None:
-        return first
+        return first.entry(key, first.kv)
     if first.format.layers != heads.layers or first.format.heads != 1:
         raise CorruptEntryError(
             f"{first.format.heads} heads and {first.format.layers} layers instead of one of {heads}"
         )
-    if any((part.tokens, part.context, part.format) != (first.tokens, first.context, first.format) for part in parts):
+    owner = first.tokens.tobytes(), first.context.tobytes(), first.format
+    if any((part.tokens.tobytes(), part.context.tobytes(), part.format) != owner for part in parts):
         raise CorruptEntryError("its heads are of different entries")
-    # numpy asks for huge pages for large arrays; torch.empty does not and is several times slower to fill.
-    memory = np.empty(sum(part.nbytes for part in parts), np.uint8)
-    data = torch.from_numpy(memory).view(first.format.dtype).view(len(parts), -1)
-    torch.cat([part.data for part in parts], out=data)
-    return ChunkKV(key, first.tokens, first.context, replace(first.format, heads=len(parts)), data)
+    if block is None or any(part.kv.ctypes.data != row.ctypes.data for part, row in zip(parts, block, strict=True)):
+        block = POOL.take(sum(part.kv.nbytes for part in parts)).reshape(len(parts), -1)
+        np.concatenate([part.kv for part in parts], out=block)
+    return first.entry(key, block)
 
 
 class HeadGroups:

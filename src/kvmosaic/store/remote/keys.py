@@ -1,6 +1,5 @@
 """What entries, and single heads of entries, are called in a remote store."""
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -53,17 +52,20 @@ class HeadPoolKey(NamedTuple):
 
 def names_of(key: ChunkKey) -> list[str]:
     """What an entry's values are called: one for each head if its key names heads and layers, else a single one."""
-    heads = HeadRange.parse(key.heads)
+    heads = _range_of(key.heads)
     if heads is None:
         return [remote_key(key)]
     chunk = _chunk(key.tenant, key.model, key.fingerprint, key.content_hash, key.num_tokens)
     return [chunk + end for end in _ends(heads)]
 
 
-def part_keys(key: ChunkKey) -> list[ChunkKey]:
-    """For each of :func:`names_of` the key of an entry that is just this part."""
-    heads = HeadRange.parse(key.heads)
-    return [key] if heads is None else [replace(key, heads=str(head)) for head in heads.each()]
+def part_keys(key: ChunkKey) -> list[str]:
+    """For each of :func:`names_of` the key, as text, of an entry that is just this part."""
+    heads = _range_of(key.heads)
+    if heads is None:
+        return [str(key)]
+    tenant, model, fingerprint, _, digest, tokens = str(key).split("@")
+    return [f"{tenant}@{model}@{fingerprint}@{head}@{digest}@{tokens}" for head in heads.each()]
 
 
 def remote_key(key: ChunkKey) -> str:
@@ -110,6 +112,11 @@ def _start(tenant: str, model: str, fingerprint: str) -> str:
     """Quoting takes longer than all the rest of a lookup, and is the same for thousands of keys."""
     parts = "@".join(quote(part, safe="") for part in (tenant, model))
     return f"{PREFIX}{parts}@fmt:{quote(fingerprint, safe='')}@"
+
+
+@lru_cache(maxsize=1024)
+def _range_of(heads: str) -> HeadRange | None:
+    return HeadRange.parse(heads)
 
 
 @lru_cache(maxsize=1024)

@@ -8,13 +8,15 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.remote_url import RemoteUrl
-from kvmosaic.store.remote.base import ABSENT, FAILED, Bytes, RemoteClient, Value
+from kvmosaic.store.memory import Bytes
+from kvmosaic.store.remote.base import ABSENT, FAILED, Incoming, RemoteClient, Value
 from kvmosaic.store.remote.keys import group_of
 
 LOCAL_BUFFER_BYTES = 16 * 2**20
@@ -66,30 +68,26 @@ class MooncakeClient(RemoteClient):
         sizes = {key: max(map(_size, found), default=0) for key, found in replicas.items()}
         return [sizes.get(key) or None for key in keys]
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[str | None]:
-        parts = [[np.frombuffer(part, np.uint8) for part in value] for value in values]
+    def put(self, keys: Sequence[str], values: Sequence[Callable[[], Value]]) -> list[str | None]:
+        parts = [[np.frombuffer(part, np.uint8) for part in value()] for value in values]
         config = self._library.ReplicateConfig()
         config.group_ids = [group_of(key) for key in keys]
-        pointers = [[part.ctypes.data for part in value] for value in parts]
-        lengths = [[part.nbytes for part in value] for value in parts]
-        with self._store() as store, _Registered(store, [part for value in parts for part in value]):
-            codes = store.batch_put_from_multi_buffers(list(keys), pointers, lengths, config)
+        with self._store() as store, _Registered(store, list(chain.from_iterable(parts))):
+            codes = store.batch_put_from_multi_buffers(list(keys), *_places(parts), config)
         _check(codes)
         return [None if code >= 0 else f"Mooncake's error {code}" for code in codes]
 
-    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
+    def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:
         lengths = [ABSENT] * len(keys)
         there = [(index, size) for index, size in enumerate(self.sizes(keys)) if size is not None]
-        buffers = [buffer_for(index, size) for index, size in there]
-        with self._store() as store, _Registered(store, buffers):
-            codes = store.batch_get_into(
-                [keys[index] for index, _ in there],
-                [buffer.ctypes.data for buffer in buffers],
-                [buffer.nbytes for buffer in buffers],
-            )
+        buffers = [incoming.buffers_for(index, size) for index, size in there]
+        with self._store() as store, _Registered(store, list(chain.from_iterable(buffers))):
+            codes = store.batch_get_into_multi_buffers([keys[index] for index, _ in there], *_places(buffers))
         _check(codes)
         for (index, size), code in zip(there, codes, strict=True):
             lengths[index] = size if code == size else ABSENT if code == NOT_FOUND else FAILED
+            if code == size:
+                incoming.received(index)
         return lengths
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -99,7 +97,8 @@ class MooncakeClient(RemoteClient):
         _check(codes)
 
     def scan(self, prefix: str) -> Iterator[list[str]]:
-        names = [name for name in self._ask_master("get_all_keys").splitlines() if name.startswith(prefix)]
+        every = _ask_master(self._url, "get_all_keys", self._patience_s).splitlines()
+        names = [name for name in every if name.startswith(prefix)]
         for start in range(0, len(names), PAGE_KEYS):
             yield names[start : start + PAGE_KEYS]
 
@@ -127,27 +126,23 @@ class MooncakeClient(RemoteClient):
 
     def _connect(self) -> Any:
         if self._connected is None:
-            # Where no master answers, the library's setup would stop every thread of this process for 90 s.
-            self._ask_master("health")
-            store = self._library.MooncakeDistributedStore()
-            master = f"{self._url.host}:{self._url.port}"
-            socket.create_connection((self._url.host, self._url.port), self._patience_s).close()
-            code = store.setup(_own_address(self._url), "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", master)
-            if code != 0:
-                raise ConnectionError(f"no Mooncake master at {master} (error {code})")
+            store = connect(self._library, self._url, self._patience_s)
             self._connected = store
             # A client that is destroyed unclosed, at exit or before, takes the whole process down.
             atexit.register(self.close)
         return self._connected
 
-    def _ask_master(self, what: str) -> str:
-        address = f"http://{self._url.host}:{self._url.metrics_port}/{what}"
-        try:
-            with urllib.request.urlopen(address, timeout=self._patience_s) as answer:
-                text: str = answer.read().decode(errors="replace")
-                return text
-        except (OSError, HTTPException) as error:
-            raise ConnectionError(f"{address}: {error}; is metrics_port right?") from error
+
+def connect(library: Any, url: RemoteUrl, patience_s: float) -> Any:
+    """A client of the library that lends no memory; raises ``ConnectionError``."""
+    # Where no master answers, the library's setup would stop every thread of this process for 90 s.
+    _ask_master(url, "health", patience_s)
+    socket.create_connection((url.host, url.port), patience_s).close()
+    store, master = library.MooncakeDistributedStore(), f"{url.host}:{url.port}"
+    code = store.setup(_own_address(url), "P2PHANDSHAKE", 0, LOCAL_BUFFER_BYTES, "tcp", "", master)
+    if code != 0:
+        raise ConnectionError(f"no Mooncake master at {master} (error {code})")
+    return store
 
 
 class _Registered:
@@ -164,6 +159,22 @@ class _Registered:
     def __exit__(self, *_: object) -> None:
         for buffer in self._buffers:
             self._store.unregister_buffer(buffer.ctypes.data)
+
+
+def _ask_master(url: RemoteUrl, what: str, patience_s: float) -> str:
+    address = f"http://{url.host}:{url.metrics_port}/{what}"
+    try:
+        with urllib.request.urlopen(address, timeout=patience_s) as answer:
+            text: str = answer.read().decode(errors="replace")
+            return text
+    except (OSError, HTTPException) as error:
+        raise ConnectionError(f"{address}: {error}; is metrics_port right?") from error
+
+
+def _places(values: Sequence[Sequence[Bytes]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Addresses and lengths."""
+    addresses = [[part.ctypes.data for part in value] for value in values]
+    return addresses, [[part.nbytes for part in value] for value in values]
 
 
 def _check(codes: Sequence[int]) -> None:

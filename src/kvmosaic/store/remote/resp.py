@@ -11,7 +11,8 @@ import ssl
 from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.core.remote_url import PASSWORD_VARIABLE, RemoteUrl
-from kvmosaic.store.remote.base import ABSENT, Bytes, RefusedError, Value
+from kvmosaic.store.memory import Bytes
+from kvmosaic.store.remote.base import ABSENT, RefusedError, Value
 
 REFUSALS = ("OOM", "WRONGTYPE")
 """Error replies that are about the one command. All others (LOADING, NOAUTH, READONLY …) are about the server."""
@@ -85,8 +86,8 @@ class Connection:
         self._end_of_value()
         return bytes(value)
 
-    def value_into(self, buffer_for: Callable[[int], Bytes]) -> int | RefusedError:
-        """The next reply, a value, read into ``buffer_for(its length)``; its length."""
+    def value_into(self, buffers_for: Callable[[int], Sequence[Bytes]]) -> int | RefusedError:
+        """The next reply, a value, read into ``buffers_for(its length)``, one after the other; its length."""
         line = self._line()
         if line[:1] == b"-" and line[1:].split(b" ")[0].decode(errors="replace") in REFUSALS:
             return RefusedError(line[1:].decode(errors="replace"))
@@ -95,7 +96,8 @@ class Connection:
         length = _number(line[1:])
         if length < 0:
             return ABSENT
-        self._read_into(buffer_for(length).data)
+        for buffer in buffers_for(length):
+            self._read_into(buffer.data)
         self._end_of_value()
         return length
 

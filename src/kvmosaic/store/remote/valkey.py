@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvmosaic.core.remote_url import RemoteUrl
-from kvmosaic.store.remote.base import FAILED, Bytes, RefusedError, RemoteClient, Value
+from kvmosaic.store.remote.base import ABSENT, FAILED, Incoming, RefusedError, RemoteClient, Value
 from kvmosaic.store.remote.resp import Connection, Reply
 
 T = TypeVar("T")
@@ -34,15 +34,23 @@ class ValkeyClient(RemoteClient):
         replies = self._ask([("STRLEN", key) for key in keys])
         return [reply if isinstance(reply, int) and reply > 0 else None for reply in replies]
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[str | None]:
-        replies = self._ask([("SET", key, value) for key, value in zip(keys, values, strict=True)])
-        return [str(reply) if isinstance(reply, RefusedError) else None for reply in replies]
+    def put(self, keys: Sequence[str], values: Sequence[Callable[[], Value]]) -> list[str | None]:
+        def put(connection: Connection) -> list[Reply]:
+            connection.send(("SET", key, value()) for key, value in zip(keys, values, strict=True))
+            return [connection.reply() for _ in keys]
 
-    def get_into(self, keys: Sequence[str], buffer_for: Callable[[int, int], Bytes]) -> list[int]:
+        return [str(reply) if isinstance(reply, RefusedError) else None for reply in self._use(put)]
+
+    def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:
         def get(connection: Connection) -> list[int]:
             connection.send([("GET", key) for key in keys])
-            lengths = [connection.value_into(partial(buffer_for, index)) for index in range(len(keys))]
-            return [FAILED if isinstance(length, RefusedError) else length for length in lengths]
+            lengths = []
+            for index in range(len(keys)):
+                length = connection.value_into(partial(incoming.buffers_for, index))
+                lengths.append(FAILED if isinstance(length, RefusedError) else length)
+                if lengths[-1] not in (ABSENT, FAILED):
+                    incoming.received(index)
+            return lengths
 
         return self._use(get)
 

@@ -8,6 +8,7 @@ import torch
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import EntryInfo, Tier
+from kvmosaic.store.memory import POOL
 
 
 def in_host_memory(entry: ChunkKV) -> ChunkKV:
@@ -16,7 +17,10 @@ def in_host_memory(entry: ChunkKV) -> ChunkKV:
     data = entry.data
     if data.device.type == "cpu" and data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes:
         return entry
-    copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+    if data.is_cuda:
+        copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+    else:
+        copy = torch.from_numpy(POOL.take(data.nbytes)).view(data.dtype).view(data.shape)
     return replace(entry, data=copy.copy_(data))
 
 

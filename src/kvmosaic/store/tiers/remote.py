@@ -2,21 +2,21 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 
-import numpy as np
-
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
-from kvmosaic.store.codec import decode, encode, max_file_bytes
-from kvmosaic.store.remote.base import ABSENT, FAILED, Bytes, RefusedError, RemoteClient
+from kvmosaic.store.codec import Decoded, max_file_bytes
+from kvmosaic.store.remote.base import ABSENT, FAILED, RefusedError, RemoteClient, Value
 from kvmosaic.store.remote.breaker import Breaker
-from kvmosaic.store.remote.heads import HeadGroups, join, split
-from kvmosaic.store.remote.keys import PREFIX, HeadPoolKey, names_of, parse_remote_key, part_keys
+from kvmosaic.store.remote.heads import HeadGroups, join, values_of
+from kvmosaic.store.remote.incoming import IncomingEntry
+from kvmosaic.store.remote.keys import PREFIX, HeadPoolKey, names_of, parse_remote_key
 from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.remote.valkey import ValkeyClient
 
@@ -41,6 +41,8 @@ class RemoteTier(Tier):
         ``share`` is what this process holds, if heads are stored one by one."""
         self._client = client
         self._share = share
+        self._formats: dict[tuple[str, str, str], KVFormat] = {}
+        """Of the values that were read so far: how long the KV in the next ones will be."""
         self._breaker = Breaker(title, deadline_s, probe=lambda: client.exists([PREFIX]))
 
     def size(self, key: ChunkKey) -> int | None:
@@ -56,30 +58,16 @@ class RemoteTier(Tier):
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         names = names_of(key)
-        values: dict[int, Bytes] = {}
-
-        def buffer_for(index: int, nbytes: int) -> Bytes:
-            values[index] = np.empty(nbytes, np.uint8)
-            return values[index]
-
-        def nbytes() -> int:
-            # A store may tell a length only when it comes to that value; heads are all about as long.
-            return len(names) * max((value.nbytes for value in list(values.values())), default=0)
-
-        lengths = self._breaker.call(lambda: self._client.get_into(names, buffer_for), nbytes)
-        parts: list[ChunkKV] = []
-        damage: dict[str, CorruptEntryError] = {}
-        for index, part_key in enumerate(part_keys(key)):
-            if lengths[index] in (ABSENT, FAILED):
-                continue
-            part = _checked(values[index], part_key)
-            if isinstance(part, ChunkKV):
-                parts.append(part)
-            else:
-                damage[names[index]] = part
+        layout = key.model, key.fingerprint, key.heads
+        incoming = IncomingEntry(key, self._formats.get(layout))
+        lengths = self._breaker.call(lambda: self._client.get_into(names, incoming), incoming.nbytes)
+        parts = [part for _, part in sorted(incoming.parts.items()) if isinstance(part, Decoded)]
+        damage = {names[index]: part for index, part in incoming.parts.items() if not isinstance(part, Decoded)}
+        if parts:
+            self._formats[layout] = parts[0].format
         if len(parts) == len(names):
             try:
-                return join(key, parts)
+                return join(key, parts, incoming.block)
             except CorruptEntryError as error:
                 damage = dict.fromkeys(names, error)
         if damage:
@@ -93,16 +81,24 @@ class RemoteTier(Tier):
         raise RefusedError(f"the value of {names[lengths.index(FAILED)]} is there but cannot be read")
 
     def nbytes(self, entry: ChunkKV) -> int:
-        return sum(map(max_file_bytes, split(entry)))
+        return entry.nbytes + len(names_of(entry.key)) * (max_file_bytes(entry) - entry.nbytes)
 
     def put(self, entry: ChunkKV) -> int:
         if self._share is not None and not self._share.writes(entry.key.content_hash):
             return self.nbytes(entry)  # a rank with the same heads has been given the same entry, and sends it
-        names, values = names_of(entry.key), [encode(part) for part in split(entry)]
-        sizes = [sum(part.nbytes for part in value) for value in values]
+        # A copy from a GPU belongs into this thread and its stream, all else is done while values are on their way.
+        names, make = names_of(entry.key), values_of(replace(entry, data=entry.data.cpu()))
+        sizes = [self.nbytes(entry) // len(names)] * len(names)
         most = self._client.max_value_bytes
-        if most is not None and max(sizes) > most:
-            raise RefusedError(f"a value of {max(sizes)} bytes, and the store takes no more than {most}")
+        if most is not None and sizes[0] > most:
+            raise RefusedError(f"a value of up to {sizes[0]} bytes, and the store takes no more than {most}")
+
+        def value(index: int) -> Value:
+            made = make[index]()
+            sizes[index] = sum(part.nbytes for part in made)
+            return made
+
+        values = [partial(value, index) for index in range(len(names))]
         refusals = self._breaker.call(lambda: self._client.put(names, values), lambda: sum(sizes))
         refused = [refusal for refusal in refusals if refusal is not None]
         if refused:
@@ -152,13 +148,6 @@ def open_remote_tier(url: str, deadline_s: float, share: HeadShare | None = None
     parsed = RemoteUrl.parse(url)
     client = (MooncakeClient if parsed.kind == "mooncake" else ValkeyClient)(parsed, deadline_s)
     return RemoteTier(client, deadline_s, f"the remote tier at {url}", share)
-
-
-def _checked(value: Bytes, key: ChunkKey) -> ChunkKV | CorruptEntryError:
-    try:
-        return decode(value, key)
-    except CorruptEntryError as error:
-        return error
 
 
 def _parsed(name: str) -> ChunkKey | HeadPoolKey | None:

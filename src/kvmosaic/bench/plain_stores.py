@@ -1,0 +1,213 @@
+"""What is behind the tiers, used plainly: no index, no checksums, no deadlines, memory that is set up once.
+
+Each does all it can to be fast, as it is what our tiers are measured against.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmosaic.core.remote_url import PASSWORD_VARIABLE, RemoteUrl
+from kvmosaic.store.remote.mooncake import connect
+from kvmosaic.store.remote.resp import Connection
+
+PATIENCE_S = 60.0
+
+Values = npt.NDArray[np.uint8]
+"""``[entries, values of an entry, bytes]``."""
+
+
+class PlainStore(ABC):
+    """Writes ``sent`` and reads it back into ``received``, entry by entry."""
+
+    title: str
+    """What it is, in a few words."""
+
+    def __init__(self, sent: Values, received: Values) -> None:
+        self.sent = sent
+        self.received = received
+
+    @abstractmethod
+    def put(self) -> None: ...
+
+    @abstractmethod
+    def get(self) -> None: ...
+
+    @abstractmethod
+    def clean(self) -> None:
+        """Drop what was put; nothing there is no error."""
+
+    def close(self) -> None:  # noqa: B027 - memory and files hold nothing that needs closing
+        """Let go of connections."""
+
+
+class Memory(PlainStore):
+    """A copy there, and one back."""
+
+    title = "memcpy"
+
+    def __init__(self, sent: Values, received: Values) -> None:
+        super().__init__(sent, received)
+        self._kept = np.ones_like(sent)
+
+    def put(self) -> None:
+        for target, entry in zip(self._kept, self.sent, strict=True):
+            np.copyto(target, entry)
+
+    def get(self) -> None:
+        for target, entry in zip(self.received, self._kept, strict=True):
+            np.copyto(target, entry)
+
+    def clean(self) -> None:
+        pass
+
+
+class Files(PlainStore):
+    """A file per entry."""
+
+    title = "write and read"
+
+    def __init__(self, sent: Values, received: Values, folder: Path) -> None:
+        super().__init__(sent, received)
+        self._paths = [folder / f"plain-{entry}" for entry in range(len(sent))]
+
+    def put(self) -> None:
+        for path, entry in zip(self._paths, self.sent, strict=True):
+            with open(path, "wb", buffering=0) as file:
+                left = entry.reshape(-1).data
+                while left:
+                    left = left[file.write(left) :]
+
+    def get(self) -> None:
+        for path, target in zip(self._paths, self.received, strict=True):
+            with open(path, "rb") as file:
+                file.readinto(target.reshape(-1).data)
+
+    def clean(self) -> None:
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+class Wire(PlainStore):
+    """SET and GET over one connection, those of an entry sent together; values are received where they belong."""
+
+    title = "SET/GET on a socket"
+
+    def __init__(self, sent: Values, received: Values, keys: Sequence[Sequence[str]], url: RemoteUrl) -> None:
+        super().__init__(sent, received)
+        self._keys = keys
+        self._connection = Connection(url, PATIENCE_S)
+
+    def put(self) -> None:
+        for keys, entry in zip(self._keys, self.sent, strict=True):
+            self._connection.send([("SET", key, [value.data]) for key, value in zip(keys, entry, strict=True)])
+            replies = [self._connection.reply() for _ in keys]
+            assert replies == [b"OK"] * len(keys), f"the server would not store values: {replies}"
+
+    def get(self) -> None:
+        for keys, targets in zip(self._keys, self.received, strict=True):
+            self._connection.send([("GET", key) for key in keys])
+            lengths = [self._connection.value_into(partial(_into, target)) for target in targets]
+            assert lengths == [target.nbytes for target in targets], f"the server would not return values: {lengths}"
+
+    def clean(self) -> None:
+        self._connection.send([("UNLINK", *(key for keys in self._keys for key in keys))])
+        self._connection.reply()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class RedisPackage(PlainStore):
+    """The servers' official client, a pipeline per entry. It returns values in memory of its own."""
+
+    title = "redis-py"
+
+    def __init__(self, sent: Values, received: Values, keys: Sequence[Sequence[str]], url: RemoteUrl) -> None:
+        super().__init__(sent, received)
+        import redis
+
+        self._keys = keys
+        password = os.environ.get(PASSWORD_VARIABLE)
+        self._client: Any = redis.Redis(
+            url.host, url.port, url.database, username=url.user, password=password, ssl=url.tls
+        )
+
+    def put(self) -> None:
+        for keys, entry in zip(self._keys, self.sent, strict=True):
+            pipeline = self._client.pipeline(transaction=False)
+            for key, value in zip(keys, entry, strict=True):
+                pipeline.set(key, value.data)
+            pipeline.execute()
+
+    def get(self) -> None:
+        for keys, targets in zip(self._keys, self.received, strict=True):
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.get(key)
+            assert [len(value) for value in pipeline.execute()] == [target.nbytes for target in targets]
+
+    def clean(self) -> None:
+        self._client.unlink(*(key for keys in self._keys for key in keys))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Mooncake(PlainStore):
+    """A client of the library, a batch per entry, from and into memory that was registered once."""
+
+    title = "batch_put_from/batch_get_into"
+
+    def __init__(self, sent: Values, received: Values, keys: Sequence[Sequence[str]], url: RemoteUrl) -> None:
+        super().__init__(sent, received)
+        from mooncake import store
+
+        self._keys = keys
+        self._store = connect(store, url, PATIENCE_S)
+        for memory in (sent, received):
+            assert self._store.register_buffer(memory.ctypes.data, memory.nbytes) == 0
+
+    def put(self) -> None:
+        for keys, entry in zip(self._keys, self.sent, strict=True):
+            pointers, lengths = [value.ctypes.data for value in entry], [value.nbytes for value in entry]
+            codes = self._store.batch_put_from(list(keys), pointers, lengths)
+            assert not any(codes), f"Mooncake would not store values: {codes}"
+
+    def get(self) -> None:
+        for keys, targets in zip(self._keys, self.received, strict=True):
+            pointers, lengths = [value.ctypes.data for value in targets], [value.nbytes for value in targets]
+            codes = self._store.batch_get_into(list(keys), pointers, lengths)
+            assert codes == lengths, f"Mooncake would not return values: {codes}"
+
+    def clean(self) -> None:
+        self._store.batch_remove([key for keys in self._keys for key in keys], True)
+
+    def close(self) -> None:
+        for memory in (self.sent, self.received):
+            self._store.unregister_buffer(memory.ctypes.data)
+        self._store.close()
+
+
+def _into(target: npt.NDArray[np.uint8], _: int) -> list[npt.NDArray[np.uint8]]:
+    return [target]
+
+
+def plain_stores(url: str, sent: Values, received: Values, names: str) -> list[PlainStore]:
+    """What to measure a remote tier against. ``names`` is what all keys start with."""
+    entries, values, _ = sent.shape
+    keys = [[f"{names}:{entry}:{value}" for value in range(values)] for entry in range(entries)]
+    parsed = RemoteUrl.parse(url)
+    if parsed.kind == "mooncake":
+        return [Mooncake(sent, received, keys, parsed)]
+    found: list[PlainStore] = [Wire(sent, received, keys, parsed)]
+    if find_spec("redis") is not None:
+        found.append(RedisPackage(sent, received, keys, parsed))
+    return found

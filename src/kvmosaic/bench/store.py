@@ -1,0 +1,201 @@
+"""Every tier, opened as engines open it, against a plain use of what is behind it, in turns in one run."""
+
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvmosaic.bench.plain_stores import Files, Memory, PlainStore, plain_stores
+from kvmosaic.core.config import load_config
+from kvmosaic.core.entry import ChunkKV, KVFormat
+from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.core.heads import HeadShare
+from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
+from kvmosaic.core.remote_url import RemoteUrl
+from kvmosaic.store import ChunkStorageManager, open_store
+
+REPEATS = 7
+LOOKUP_KEYS = 2048
+DEADLINE_MS = 10_000
+"""Longer than an engine's: a benchmark should not fail because a machine is busy."""
+
+
+class Shape(NamedTuple):
+    """Of the entries that are moved; numbers are bf16."""
+
+    entries: int
+    tokens: int
+    layers: int
+    heads: int
+    head_dim: int
+
+    @property
+    def head_bytes(self) -> int:
+        return 2 * 2 * self.tokens * self.layers * self.head_dim
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries * self.heads * self.head_bytes
+
+
+class Bench:
+    """Measures tiers with the same entries, all of a tenant that nobody else has."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.tenant = f"bench-{uuid.uuid4().hex[:12]}"
+        self.share = HeadShare.of_rank(0, 1, shape.heads, shape.layers)
+        size = shape.entries, shape.heads, shape.head_bytes
+        self.sent = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        self.received = np.ones(size, np.uint8)  # not empty, so that every page is there
+        # As an engine stages them: head by head, in a block of memory that is used again.
+        self.entries = [self._entry(number, shape, data) for number, data in enumerate(torch.from_numpy(self.sent))]
+
+    def open(self, **settings: Any) -> ChunkStorageManager:
+        """Without memory for entries unless ``settings`` say so: then every lookup reads the tier below."""
+        chosen = {"disk_path": None, "remote": None, "host_memory": 0, "tenant_quota": None} | settings
+        config = load_config(per_head_storage=True, remote_deadline_ms=DEADLINE_MS, tenant=self.tenant, **chosen)
+        return open_store(config, share=self.share)
+
+    def clear(self, store: ChunkStorageManager) -> None:
+        store.clear(lambda key: key.tenant == self.tenant)
+
+    def host(self) -> list[dict[str, Any]]:
+        """Entries are handed out where they are, so that both sides have to copy them somewhere."""
+
+        def get() -> None:
+            for target, entry in zip(self.received, self._find(store, "host"), strict=True):
+                np.copyto(target, entry.data.view(torch.uint8).numpy())
+
+        with closing(self.open(host_memory=2 * self.shape.nbytes)) as store:
+            plain = Memory(self.sent, self.received)
+            return self._rows("host", store, [plain], lambda: self._put(store), get)
+
+    def disk(self, folder: Path) -> list[dict[str, Any]]:
+        with closing(self.open(disk_path=folder / "entries", disk_space=2 * self.shape.nbytes + 2**20)) as store:
+            plain = Files(self.sent, self.received, folder)
+            return self._rows("disk", store, [plain], lambda: self._put(store), lambda: self._find(store, "disk"))
+
+    def remote(self, url: str) -> list[dict[str, Any]]:
+        kind = RemoteUrl.parse(url).kind
+        with closing(self.open(remote=url)) as store:
+            plain = plain_stores(url, self.sent, self.received, self.tenant)
+            try:
+                rows = self._rows(kind, store, plain, lambda: self._put(store), lambda: self._find(store, "remote"))
+                return [*rows, self._lookup(kind, store)]
+            finally:
+                for peer in plain:
+                    peer.close()
+
+    def _rows(
+        self,
+        tier: str,
+        store: ChunkStorageManager,
+        plain: list[PlainStore],
+        put: Callable[[], object],
+        get: Callable[[], object],
+    ) -> list[dict[str, Any]]:
+        """Our ``put`` and ``get`` and those of ``plain``, in turns."""
+        times: dict[tuple[str, str], list[float]] = {}
+        sides: list[tuple[str, Callable[[], object], Callable[[], object], Callable[[], object]]] = [
+            ("ours", put, get, lambda: self.clear(store)),
+            *((peer.title, peer.put, peer.get, peer.clean) for peer in plain),
+        ]
+        for turn in range(REPEATS + 1):
+            # Whoever comes next finds what the one before left in caches and in the store's free memory.
+            for name, put_all, get_all, clean in sides[:: 1 if turn % 2 else -1]:
+                try:
+                    seconds = _seconds(put_all), _seconds(get_all)
+                finally:
+                    clean()
+                if turn > 0:  # the first connects, and touches memory for the first time
+                    for operation, taken in zip(("put", "get"), seconds, strict=True):
+                        times.setdefault((name, operation), []).append(taken)
+        speed = {what: self.shape.nbytes / 1e6 / statistics.median(seconds) for what, seconds in times.items()}
+        return [
+            {
+                "tier": tier,
+                "operation": operation,
+                "plain": peer.title,
+                "ours_mb_per_s": speed["ours", operation],
+                "plain_mb_per_s": speed[peer.title, operation],
+                "ratio": speed["ours", operation] / speed[peer.title, operation],
+            }
+            for peer in plain
+            for operation in ("put", "get")
+        ]
+
+    def _put(self, store: ChunkStorageManager) -> None:
+        for entry in self.entries:
+            if not store.put(entry):
+                raise KvmosaicError("the store did not take an entry; the log says why")
+
+    def _find(self, store: ChunkStorageManager, tier: str) -> list[ChunkKV]:
+        """All entries, as an engine finds them: asked for together, then read one by one."""
+        absent = store.absent([entry.key for entry in self.entries])
+        found = []
+        for entry in self.entries:
+            result = store.lookup(entry.key, entry.tokens, entry.context, absent=absent)
+            if result.entry is None or result.tier != tier:
+                raise KvmosaicError(f"an entry that was just stored is not found ({result.reason})")
+            found.append(result.entry)
+        return found
+
+    def _lookup(self, tier: str, store: ChunkStorageManager) -> dict[str, Any]:
+        """Milliseconds to ask for many heads at once, all of which are there."""
+        small = Shape(-(-LOOKUP_KEYS // self.shape.heads), 1, self.shape.layers, self.shape.heads, 1)
+        nothing = torch.zeros(small.heads, small.head_bytes, dtype=torch.uint8)
+        entries = [self._entry(number, small, nothing) for number in range(small.entries)]
+        keys = [entry.key for entry in entries]
+        try:
+            for entry in entries:
+                store.put(entry)
+            times = []
+            for _ in range(REPEATS + 1):
+                start = time.perf_counter()
+                absent = store.absent(keys)
+                times.append(time.perf_counter() - start)
+                if absent:
+                    raise KvmosaicError(f"{len(absent)} of {len(keys)} entries that were just stored are not found")
+        finally:
+            self.clear(store)
+        return {"lookup": tier, "keys": len(keys) * small.heads, "ms": 1e3 * statistics.median(times[1:])}
+
+    def _entry(self, number: int, shape: Shape, data: torch.Tensor) -> ChunkKV:
+        """``data`` is ``[heads, bytes]``."""
+        tokens = tuple(range(number * shape.tokens, (number + 1) * shape.tokens))
+        fingerprint = format_fingerprint(shape=shape)
+        heads = str(self.share.heads)
+        key = ChunkKey(content_hash(tokens), shape.tokens, "bench-model", fingerprint, self.tenant, heads)
+        kv_format = KVFormat(shape.layers, shape.heads, shape.head_dim, shape.head_dim, torch.bfloat16)
+        return ChunkKV(key, tokens, (), kv_format, data.view(torch.bfloat16))
+
+
+def run(shape: Shape, remote: str | None, disk_path: Path | None, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Rows of MB/s (10⁶ bytes of KV), ours and plain, by tier and operation, and of the time of a lookup; medians.
+    ``disk_path`` is a folder on the disk to measure, in which nothing stays behind."""
+    bench = Bench(shape)
+    progress("host memory")
+    rows = bench.host()
+    if disk_path is not None:
+        disk_path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvmosaic-bench-", dir=disk_path) as folder:
+        progress("disk")
+        rows += bench.disk(Path(folder))
+    if remote is not None:
+        progress("the remote store")
+        rows += bench.remote(remote)
+    return {"rows": rows}
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

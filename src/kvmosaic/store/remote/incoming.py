@@ -1,0 +1,53 @@
+"""The values of one entry on their way from a remote store."""
+
+import numpy as np
+
+from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store.base import CorruptEntryError
+from kvmosaic.store.codec import Decoded, decode
+from kvmosaic.store.memory import POOL, Bytes
+from kvmosaic.store.remote.keys import part_keys
+
+
+class IncomingEntry:
+    """Verifies each value as it arrives, while others are still on their way.
+
+    If the format is known from another entry, the KV of all values goes side by side into one block of memory, which
+    then is the entry's; what precedes it in each value goes elsewhere. A format that turns out to be another costs a
+    copy.
+    """
+
+    def __init__(self, key: ChunkKey, kv_format: KVFormat | None) -> None:
+        """``kv_format`` is that of a value, probably."""
+        self.parts: dict[int, Decoded | CorruptEntryError] = {}
+        """What each value turned out to be."""
+        self.block: Bytes | None = None
+        """``[values, bytes]``, from when the first length is known."""
+        self._keys = part_keys(key)
+        self._values: dict[int, list[Bytes]] = {}
+        self._kv_bytes = 0
+        if kv_format is not None:
+            self._kv_bytes = kv_format.heads * kv_format.numbers(key.num_tokens) * kv_format.dtype.itemsize
+
+    def buffers_for(self, index: int, nbytes: int) -> list[Bytes]:
+        small = nbytes - self._kv_bytes
+        if 0 < small < nbytes:
+            if self.block is None:
+                self.block = POOL.take(len(self._keys) * self._kv_bytes).reshape(len(self._keys), -1)
+            self._values[index] = [np.empty(small, np.uint8), self.block[index]]
+        else:
+            self._values[index] = [np.empty(nbytes, np.uint8)]
+        return self._values[index]
+
+    def received(self, index: int) -> None:
+        try:
+            self.parts[index] = decode(self._values[index], self._keys[index])
+        except CorruptEntryError as error:
+            self.parts[index] = error
+
+    def nbytes(self) -> int:
+        """Bytes of all values, as far as is known: a store may tell a length only when it comes to that value, but
+        all are about as long."""
+        longest = max((sum(map(len, value)) for value in list(self._values.values())), default=0)
+        return len(self._keys) * longest
