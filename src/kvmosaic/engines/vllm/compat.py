@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from vllm.lora.layers import LoRAMapping
 from vllm.model_executor.layers.attention.attention import Attention
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as event_hash
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, get_kv_cache_spec_kind
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
 
 __all__ = [
@@ -23,13 +24,17 @@ __all__ = [
     "build_attn_metadata",
     "build_slot_mappings_by_layer",
     "count_cached_tokens",
+    "event_hash",
     "hash_block_size",
     "init_attn_backend",
     "is_plain_attention",
     "no_adapters",
     "paged_cache",
+    "resolve_block_hashes",
     "sliding_window",
+    "spec_kind",
     "unsupported_cache",
+    "windowed_kind",
     "write_rows",
 ]
 
@@ -53,6 +58,18 @@ def sliding_window(kv_cache_config: Any) -> int | None:
     vLLM refuses to keep all layers in one group."""
     window: int | None = kv_cache_config.kv_cache_groups[0].kv_cache_spec.sliding_window
     return window
+
+
+def spec_kind(kv_cache_config: Any) -> str:
+    """What vLLM's events call the layers of the one group."""
+    kind: str = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value
+    return kind
+
+
+def windowed_kind() -> str:
+    """What they call layers with a sliding window that have a group of their own."""
+    kind: str = KVCacheSpecKind.SLIDING_WINDOW.value
+    return kind
 
 
 class BlockSalts:

@@ -1,10 +1,12 @@
 """The connector vLLM loads: scheduler side and worker side of the chunk cache."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -19,6 +21,7 @@ from kvmosaic.core.sink import sink_tokens
 from kvmosaic.core.window import WHOLE, WindowTails, reachable_tail
 from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.compat import hash_block_size, sliding_window, unsupported_cache
+from kvmosaic.engines.vllm.events import PrefixEvents, event_groups
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.kernel_blocks import KernelBlocks
 from kvmosaic.engines.vllm.loader import ChunkLoader
@@ -64,6 +67,7 @@ class ChunkConnector(KVConnectorBase_V1):
         self.scheduler: ChunkScheduler | None = None
         self.loader: ChunkLoader | None = None
         self.fetcher: ChunkFetcher | None = None
+        self._events: PrefixEvents | None = None
         self._has_reported = False
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = ChunkScheduler(
@@ -81,6 +85,10 @@ class ChunkConnector(KVConnectorBase_V1):
                 part_tokens(self._reach),
                 self._tail,
             )
+            wanted, prefixes = vllm_config.kv_events_config, self.scheduler._prefixes
+            if wanted is not None and wanted.enable_kv_cache_events and prefixes is not None:
+                block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                self._events = prefixes.announce(block_size, event_groups(kv_cache_config, self._tail))
 
     # --- scheduler side
 
@@ -110,6 +118,11 @@ class ChunkConnector(KVConnectorBase_V1):
         if report is not None:
             assert isinstance(report, StepReport)
             self.scheduler.update(report)
+            if self._events is not None:
+                self._events.update({digest for rank in report.ranks for digest in rank.changes})
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._events is None else self._events.take()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None

@@ -14,6 +14,7 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import BlockSalts
+from kvmosaic.engines.vllm.events import EventGroup, PrefixEvents
 from kvmosaic.engines.vllm.messages import ChunkFetch, PrefixLoad, PrefixSave, StepWork
 from kvmosaic.engines.vllm.tables import BlockTables
 
@@ -84,6 +85,12 @@ class PrefixScheduler:
         """Whether tokens are computed that may turn out never to have been said."""
         self._requests: dict[str, _Exact] = {}
         self._finished: list[PrefixSave] = []
+        self.events: PrefixEvents | None = None
+
+    def announce(self, block_size: int, groups: Sequence[EventGroup]) -> PrefixEvents:
+        """Have events made of what is stored from now on."""
+        self.events = PrefixEvents(self._has, self.part, block_size, self._hash_block_size, groups)
+        return self.events
 
     def add(self, request: Any) -> None:
         """A request whose KV will be exact. One with an adapter, embeddings, images or a salt has prompts that its
@@ -143,6 +150,8 @@ class PrefixScheduler:
                 tuple(tuple(group) for group in blocks.get_block_ids()),
             )
             work.prefix_loads.append(load)
+            for index in range(load.first // self.part, count):  # maybe stored by an engine that announced nothing
+                self._expect(exact, index)
         elif exact.waiting_for is not None:
             work.released.append(request.request_id)
         exact.waiting_for, exact.deadline = None, 0.0  # if it is preempted and comes back, it asks anew
@@ -175,6 +184,8 @@ class PrefixScheduler:
     def clear(self) -> None:
         """The workers forget everything; what runs is saved anew."""
         self._finished.clear()
+        if self.events is not None:
+            self.events.clear()
         for exact in self._requests.values():
             exact.saved = 0
 
@@ -191,12 +202,21 @@ class PrefixScheduler:
         limit = exact.request.num_prompt_tokens if self._drafts else len(tokens)
         ready = min(computed, limit) // self.part
         parts = [(index * self.part, self._digest(exact, index)) for index in range(exact.saved, ready)]
+        for index in range(exact.saved, ready):
+            self._expect(exact, index)
         exact.saved = max(exact.saved, ready)
         missing = tuple(part for part in parts if not self._has(part[1]))
         if not missing:
             return []
         end = missing[-1][0] + self.part
         return [PrefixSave(tuple(tokens[:end]), missing, self.part, tuple(blocks))]
+
+    def _expect(self, exact: _Exact, index: int) -> None:
+        """Have a part announced once it is stored."""
+        if self.events is not None:
+            request = exact.request
+            hashes = request.block_hashes if exact.salts is None else exact.salts.plain
+            self.events.expect(exact.digests[index], index * self.part, request.all_token_ids, hashes)
 
     def _digest(self, exact: _Exact, index: int) -> bytes:
         """Content hash of a part, chained to the one before it: to hash all that precedes it for every part of a long

@@ -100,6 +100,8 @@ class DiskTier(Tier):
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        # Not only at start: an engine runs for months, and others may die beside it.
+        self._remove_stale_temporary_files()
         return size
 
     def delete(self, key: ChunkKey) -> None:

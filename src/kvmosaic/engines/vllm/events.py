@@ -1,0 +1,140 @@
+"""Stored-block events: tells vLLM's KV event stream which exact prefix blocks the store has, so that routers know.
+
+A part of a prompt is announced when every rank has reported that it is stored, and taken back when one of them
+reports that it is gone. Blended blocks are good for no other prompt and never announced."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+
+from kvmosaic.engines.vllm.compat import event_hash, resolve_block_hashes, sliding_window, spec_kind, windowed_kind
+
+MEDIUM = "KVMOSAIC"
+"""What events name as the place of the blocks: any of our tiers."""
+MOST_EXPECTED = 4096
+"""Parts beyond this many that nobody reported are forgotten, oldest first: a store that refuses them never will."""
+
+
+class EventGroup(NamedTuple):
+    """Layers that keep equally much of a part. Their place in a list is the events' ``group_idx``."""
+
+    kind: str
+    window: int | None
+    """Tokens that each token sees; ``None``: all before it."""
+    kept: int | None
+    """Tokens at the end of each part that are stored; ``None``: all."""
+
+
+def event_groups(kv_cache_config: Any, tail: int | None) -> list[EventGroup]:
+    """What is told apart. vLLM knows one group; layers of which parts keep the last ``tail`` tokens are another."""
+    groups = [EventGroup(spec_kind(kv_cache_config), None, None)]
+    if tail is not None:
+        groups.append(EventGroup(windowed_kind(), sliding_window(kv_cache_config), tail))
+    return groups
+
+
+class _Part(NamedTuple):
+    """What there is to say about a part."""
+
+    tokens: list[int]
+    before: Any
+    """Hash of the block before it; ``None`` for the first one."""
+    hashes: list[Any]
+    """Of its blocks."""
+
+
+class PrefixEvents:
+    """Collects the events of one engine, in the scheduler's process."""
+
+    def __init__(
+        self,
+        has: Callable[[bytes], bool],
+        part: int,
+        block_size: int,
+        hash_block_size: int,
+        groups: Sequence[EventGroup],
+    ) -> None:
+        """``has`` says whether all ranks have the part of a content hash; ``part`` is its number of tokens."""
+        self._has = has
+        self._part = part
+        self._block_size = block_size
+        self._hash_block_size = hash_block_size
+        # Where a window keeps all of a part, its layers are like all others.
+        self._groups = [group for group in groups if group.kept is None or group.kept < part]
+        self._expected: OrderedDict[bytes, _Part] = OrderedDict()
+        self._announced: dict[bytes, list[Any]] = {}
+        """The block hashes of each part, for the day when it goes."""
+        self._events: list[KVCacheEvent] = []
+
+    def expect(self, digest: bytes, start: int, tokens: Sequence[int], hashes: Sequence[Any]) -> None:
+        """The part of a prompt's ``tokens`` that begins at ``start`` is stored, or about to be. ``hashes`` are the
+        prompt's block hashes as vLLM makes them, without salts."""
+        if digest in self._announced or digest in self._expected:
+            return
+        first, end = start // self._block_size, (start + self._part) // self._block_size
+        blocks = resolve_block_hashes(hashes, self._hash_block_size, self._block_size)
+        if len(blocks) < end:
+            return
+        before = event_hash(blocks[first - 1]) if first else None
+        own = [event_hash(each) for each in blocks[first:end]]
+        part = _Part(list(tokens[start : start + self._part]), before, own)
+        if self._has(digest):
+            self._announce(digest, part)
+            return
+        self._expected[digest] = part
+        if len(self._expected) > MOST_EXPECTED:
+            self._expected.popitem(last=False)
+
+    def update(self, changed: Collection[bytes]) -> None:
+        """Ranks reported changes of entries with these content hashes."""
+        news = set(changed)
+        for digest in news & self._announced.keys():
+            if not self._has(digest):
+                self._take_back(digest)
+        stored = {digest for digest in news & self._expected.keys() if self._has(digest)}
+        # As they stand in prompts, so that parents come first; reports have no order.
+        for digest in [digest for digest in self._expected if digest in stored] if stored else ():
+            self._announce(digest, self._expected.pop(digest))
+
+    def clear(self) -> None:
+        """The store is emptied. vLLM's event for that would speak of its own blocks, too."""
+        self._expected.clear()
+        for digest in list(self._announced):
+            self._take_back(digest)
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _announce(self, digest: bytes, part: _Part) -> None:
+        self._announced[digest] = part.hashes
+        for index, group in enumerate(self._groups):
+            skipped = self._skipped_blocks(group)
+            self._events.append(
+                BlockStored(
+                    block_hashes=part.hashes[skipped:],
+                    parent_block_hash=part.hashes[skipped - 1] if skipped else part.before,
+                    token_ids=part.tokens[skipped * self._block_size :],
+                    block_size=self._block_size,
+                    lora_id=None,
+                    medium=MEDIUM,
+                    lora_name=None,
+                    extra_keys=[None] * (len(part.hashes) - skipped),
+                    group_idx=index,
+                    kv_cache_spec_kind=group.kind,
+                    kv_cache_spec_sliding_window=group.window,
+                )
+            )
+
+    def _take_back(self, digest: bytes) -> None:
+        hashes = self._announced.pop(digest)
+        for index, group in enumerate(self._groups):
+            gone = hashes[self._skipped_blocks(group) :]
+            self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM, group_idx=index))
+
+    def _skipped_blocks(self, group: EventGroup) -> int:
+        """Blocks at the beginning of each part that a group does not keep."""
+        return 0 if group.kept is None else (self._part - group.kept) // self._block_size

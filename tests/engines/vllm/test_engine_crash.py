@@ -1,0 +1,220 @@
+"""Engines killed by SIGKILL in the middle of a put and of a get: others on the same pool notice nothing."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvmosaic.core.remote_url import RemoteUrl
+from kvmosaic.store.remote.resp import Connection
+from tests.engines.vllm.stalling_link import StallingLink
+from tests.engines.vllm.test_tensor_parallel import ROOT
+from tests.engines.vllm.tiny import _write
+from tests.store.remote_servers import Valkey
+
+pytestmark = pytest.mark.timeout(600)
+
+PART, PARTS = 256, 6
+LAYERS, HEADS, HEAD_DIM = 8, 8, 128
+ENTRY_BYTES = LAYERS * 2 * HEADS * PART * HEAD_DIM * 4
+"""16 MiB: a transfer takes long enough to be hit."""
+FEW = f"{5 * ENTRY_BYTES // 2}B"
+"""Memory for two entries, so that the others come from the pool every time."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Little to compute, much to store."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _write(tmp_path_factory.mktemp("model") / "llama", LlamaForCausalLM(config))
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, model: str, **settings) -> None:
+        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        command = [sys.executable, "-m", "tests.engines.vllm.crash_engine", model, json.dumps(settings)]
+        self._log = Path(model).parent / "engine.log"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=log, text=True, **pipes)
+        self._line("READY")
+
+    def send(self, prompt, salt=None) -> None:
+        self.process.stdin.write(json.dumps([prompt, salt]) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, prompt, salt=None):
+        self.send(prompt, salt)
+        return json.loads(self._line("SAID"))
+
+    def kill(self) -> None:
+        self.process.kill()
+        assert self.process.wait(60) == -signal.SIGKILL
+
+    def stop(self) -> None:
+        self.process.stdin.close()
+        assert self.process.wait(60) == 0
+
+    def _line(self, word: str) -> str:
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise AssertionError(self._log.read_text()[-3000:])
+
+
+def draw(seed):
+    chance = random.Random(seed)
+    return [chance.randrange(10, 500) for _ in range(PARTS * PART + 10)]
+
+
+def verify(*where: str) -> int:
+    """How many entries the pool has, after checking that all of them are whole."""
+    command = [sys.executable, "-m", "kvmosaic.cli.main", "store", "verify", *where, "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)["checked"]
+
+
+def until(condition, process):
+    """What ``condition`` finds; it may last milliseconds only."""
+    while (found := condition()) is None:
+        assert process.poll() is None
+        time.sleep(0.0005)
+    return found
+
+
+def half_written(folder: Path) -> Path | None:
+    for path in folder.glob("incoming/*"):
+        with suppress(FileNotFoundError):
+            if 0 < path.stat().st_size < ENTRY_BYTES:
+                return path
+    return None
+
+
+def stopped_reading(process) -> str | None:
+    """The entry that a process has open, if it could be stopped before it closed it."""
+
+    def entries():
+        links = []
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                links.append(os.readlink(descriptor))
+        return [link for link in links if link.endswith(".safetensors")]
+
+    def is_stopped():
+        threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
+        return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads) or None
+
+    if not entries():
+        return None
+    process.send_signal(signal.SIGSTOP)
+    until(is_stopped, process)
+    if found := entries():
+        return found[0]
+    process.send_signal(signal.SIGCONT)
+    return None
+
+
+def served(engine, plain=None):
+    """The answer to the first prompt, with all of it from the pool and not a token other than plain vLLM's."""
+    if plain is None:
+        said = engine.ask(draw(0), salt="kept apart")
+        assert said["cached"] == 0
+        plain = said["tokens"]
+        assert engine.ask(draw(0))["tokens"] == plain  # whatever is there of it
+    again = engine.ask(draw(0))
+    assert again == {"tokens": plain, "cached": PARTS * PART, "write_errors": 0}
+    return plain
+
+
+def test_engines_that_share_a_directory(model, tmp_path):
+    settings, where = {"disk_path": str(tmp_path), "host_memory": FEW}, ("--path", str(tmp_path))
+    writer = Engine(model, **settings)
+    for seed in range(3):
+        writer.send(draw(seed))
+    left = until(lambda: half_written(tmp_path), writer.process)
+    writer.kill()
+    assert half_written(tmp_path) == left
+    verify(*where)
+
+    reader = Engine(model, **settings)
+    plain = served(reader)
+    for _ in range(9):
+        reader.send(draw(0))
+    until(lambda: stopped_reading(reader.process), reader.process)
+    reader.kill()
+    assert verify(*where) >= PARTS
+
+    # The dead one had pinned all that it was about to read, which is more than now has room.
+    survivor = Engine(model, **settings, disk_space=f"{2 * ENTRY_BYTES + 2**20}B")
+    served(survivor, plain)
+    assert left.exists()  # its writer might be a slow one
+    os.utime(left, (0, 0))
+    assert survivor.ask(draw(7))["write_errors"] == 0
+    survivor.stop()
+    assert not left.exists()
+    assert 1 <= verify(*where) <= 2
+
+
+def evicted(url: str) -> int:
+    """Values that a server dropped to make room."""
+    connection = Connection(RemoteUrl.parse(url), 5)
+    connection.send([("INFO", "stats")])
+    [line] = [line for line in connection.reply().decode().split() if line.startswith("evicted_keys:")]
+    connection.close()
+    return int(line.partition(":")[2])
+
+
+def test_engines_that_share_a_server(model, tmp_path):
+    server = Valkey(tmp_path, maxmemory=str(9 * ENTRY_BYTES), maxmemory_policy="allkeys-lru")
+    link, where = StallingLink(server.port), ("--remote", server.url)
+    settings = {"remote": f"valkey://127.0.0.1:{link.port}", "per_head_storage": True, "remote_deadline_ms": 60_000}
+    try:
+        writer = Engine(model, **settings, host_memory=FEW)
+        link.stall("up", after=ENTRY_BYTES * 3 // 2)  # one entry, and half the heads of another
+        writer.send(draw(0))
+        assert link.stalled.wait(200)
+        writer.kill()
+        link.cut()
+        verify(*where)
+
+        reader = Engine(model, **settings, host_memory=FEW)
+        plain = served(reader)
+        link.stall("down", after=ENTRY_BYTES // 2)
+        reader.send(draw(0))
+        assert link.stalled.wait(200)
+        reader.kill()
+        link.cut()
+        assert verify(*where) == PARTS
+
+        survivor = Engine(model, **settings, host_memory=FEW)
+        served(survivor, plain)
+        for seed in (7, 8):
+            assert survivor.ask(draw(seed))["write_errors"] == 0
+        survivor.stop()
+        verify(*where)
+        assert evicted(server.url) > 0
+    finally:
+        server.kill()

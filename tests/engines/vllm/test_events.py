@@ -1,0 +1,213 @@
+"""Stored-block events as a router gets them, beside vLLM's own for the same prompts."""
+
+import random
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvmosaic.engines.vllm.catalog import ChunkCatalog
+from kvmosaic.engines.vllm.compat import event_hash
+from kvmosaic.engines.vllm.events import MEDIUM, EventGroup, PrefixEvents
+from kvmosaic.engines.vllm.messages import RankReport
+from tests.engines.vllm.conftest import SMALL
+from tests.engines.vllm.test_prefix_blocks import ask
+from tests.engines.vllm.tiny import write_tiny_gemma, write_tiny_llama
+from tests.store.remote_servers import free_port
+
+BLOCK, PART, WINDOW, TAIL = 32, 256, 60, 64
+
+
+class Router:
+    """An engine and what it publishes."""
+
+    def __init__(self, model: str, **settings) -> None:
+        from kvmosaic.vllm import LLM
+
+        address = f"tcp://127.0.0.1:{free_port()}"
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe("")
+        self._socket.bind(address)  # the engine connects
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": address}
+        fixed = {"prefix_blocks": True, "skip_tokenizer_init": True}
+        self.llm = LLM(model, enable_chunk_cache=True, kv_events_config=events, **SMALL | fixed | settings)
+        while not self._socket.poll(300):  # it takes a moment until the two are connected
+            ask(self.llm, draw(BLOCK + 1))
+        self.ask(draw(5))
+
+    def ask(self, *prompts, **params):
+        """Have prompts answered, and stored what is due with the next step; all events until then."""
+        last = draw(BLOCK + 1)  # vLLM tells of its one block when all else is said
+        for each in (prompts, [draw(5)], [last]):
+            ask(self.llm, *each, **params if each is prompts else {})
+        events = []
+        while True:
+            assert self._socket.poll(30_000)
+            _, _, payload = self._socket.recv_multipart()
+            for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+                if isinstance(event, BlockStored) and event.token_ids == last[:BLOCK]:
+                    return events
+                events.append(event)
+
+    def forget(self):
+        assert self.llm.reset_prefix_cache()
+
+    def empty(self):
+        """Empty the store, too."""
+        assert self.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        return self.ask(draw(5))
+
+
+def draw(count):
+    return [random.randrange(10, 500) for _ in range(count)]
+
+
+def ours(events, kind=BlockStored, group=0):
+    return [each for each in events if isinstance(each, kind) and each.medium == MEDIUM and each.group_idx == group]
+
+
+def theirs(events):
+    """What vLLM says of its own cache."""
+    return [each for each in events if isinstance(each, BlockStored) and each.medium != MEDIUM]
+
+
+def blocks(events):
+    """Of stored events, block by block: hash → the hash before it, and its tokens."""
+    found = {}
+    for event in events:
+        before = event.parent_block_hash
+        assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+        assert event.extra_keys == [None] * len(event.block_hashes)
+        for index, name in enumerate(event.block_hashes):
+            found[name] = before, tuple(event.token_ids[index * event.block_size :][: event.block_size])
+            before = name
+    return found
+
+
+def names(events):
+    return [name for event in events for name in event.block_hashes]
+
+
+def test_a_part_is_announced_while_all_ranks_have_it():
+    catalog, tokens, hashes = ChunkCatalog(2), draw(4 * BLOCK), [bytes([index]) * 32 for index in range(4)]
+    group = EventGroup("full_attention", None, None)
+    events = PrefixEvents(lambda digest: catalog.tier(digest) is not None, 2 * BLOCK, BLOCK, BLOCK, [group])
+
+    def report(rank, **changes):
+        changed = {name.encode(): tier for name, tier in changes.items()}
+        catalog.update(RankReport(rank, "host", changed, [], {}, False))
+        events.update(changed)
+        return [(type(event), list(map(hashes.index, map(as_bytes, event.block_hashes)))) for event in events.take()]
+
+    def as_bytes(name):
+        return next(each for each in hashes if event_hash(each) == name)
+
+    events.expect(b"one", 0, tokens, hashes)
+    events.expect(b"two", 2 * BLOCK, tokens, hashes)
+    assert report(0, two="host", one="disk") == []
+    assert report(1, other="host") == []
+    assert report(1, two="host", one="host") == [(BlockStored, [0, 1]), (BlockStored, [2, 3])]
+    assert report(0, two="disk") == []
+    assert report(1, two=None) == [(BlockRemoved, [2, 3])]
+    events.clear()
+    assert report(0) == [(BlockRemoved, [0, 1])]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def router(model):
+    return Router(model, host_memory="8MB", miss_policy="background")
+
+
+def test_events_are_those_of_vllm_for_what_is_stored(router):
+    prompt = draw(2 * PART + 40)
+    events = router.ask(prompt)
+    first, second = ours(events)
+    assert [first.token_ids, second.token_ids] == [prompt[:PART], prompt[PART : 2 * PART]]
+    assert [first.parent_block_hash, second.parent_block_hash] == [None, first.block_hashes[-1]]
+    assert [first.kv_cache_spec_kind, first.kv_cache_spec_sliding_window] == ["full_attention", None]
+    assert blocks([first, second]).items() <= blocks(theirs(events)).items()
+    assert not ours(events, group=1)
+    longer = prompt + draw(PART)
+    [third] = ours(router.ask(longer))  # and not again what was said before
+    assert third.token_ids == longer[2 * PART : 3 * PART]
+    assert third.parent_block_hash == second.block_hashes[-1]
+
+
+def test_answers_are_announced_as_they_are_stored(router):
+    prompt = draw(PART - 20)
+    events = router.ask(prompt, max_tokens=60)
+    [event] = ours(events)
+    assert event.token_ids[: len(prompt)] == prompt
+    assert blocks([event]).items() <= blocks(theirs(events)).items()
+
+
+def test_approximate_blocks_are_not_announced(router):
+    prompt = draw(3 * PART)
+    spans = [(0, 20), (20, PART + 20), (PART + 20, 2 * PART + 70), (2 * PART + 70, len(prompt))]
+    for _ in range(3):
+        events = router.ask(prompt, boundaries=spans, recompute_ratio=0.1)
+        assert theirs(events)
+        assert not ours(events)
+    assert not ours(router.ask(prompt, salt="kept apart"))
+
+
+def test_what_the_store_drops_is_taken_back(router):
+    router.empty()
+    there, dropped = set(), 0
+    for _ in range(8):
+        events = router.ask(draw(2 * PART + 1))
+        added, gone = names(ours(events)), names(ours(events, BlockRemoved))
+        assert len(added) == 2 * PART // BLOCK
+        assert there.isdisjoint(added)
+        assert there.issuperset(gone)
+        there, dropped = there.union(added).difference(gone), dropped + len(gone)
+        held = get_kv_transfer_group().loader.cache.store.get_stats()["total_chunks"]
+        assert len(there) == held * PART // BLOCK
+    assert dropped > 0
+    assert set(names(ours(router.empty(), BlockRemoved))) == there
+
+
+def test_what_another_engine_stored_is_announced_when_it_is_found(model, tmp_path):
+    prompt = draw(2 * PART + 1)
+    first = Router(model, disk_path=str(tmp_path))
+    said = ours(first.ask(prompt))
+    first.llm.llm_engine.engine_core.shutdown()
+    second = Router(model, disk_path=str(tmp_path))
+    assert ours(second.ask(prompt)) == said
+
+
+def test_windowed_layers_claim_only_the_tail(tmp_path):
+    router = Router(write_tiny_gemma(tmp_path / "gemma", WINDOW))
+    prompt = draw(2 * PART + 40)
+    events = router.ask(prompt)
+    known = blocks(theirs(events))
+    whole, tails = ours(events), ours(events, group=1)
+    assert [event.token_ids for event in whole] == [prompt[:PART], prompt[PART : 2 * PART]]
+    assert [event.token_ids for event in tails] == [prompt[PART - TAIL : PART], prompt[2 * PART - TAIL : 2 * PART]]
+    assert blocks(whole).items() <= known.items()
+    assert blocks(tails).items() <= known.items()
+    assert {(each.kv_cache_spec_kind, each.kv_cache_spec_sliding_window) for each in tails} == {
+        ("sliding_window", WINDOW)
+    }
+    # Brought back without the beginnings of windows, blocks are vLLM's under other hashes, but not in our events.
+    router.forget()
+    longer = prompt + draw(PART)
+    events = router.ask(longer)
+    [third] = ours(events)
+    assert third.token_ids == longer[2 * PART : 3 * PART]
+    assert third.parent_block_hash == whole[1].block_hashes[-1]
+    assert set(third.block_hashes) <= set(names(theirs(events)))
+    tails += ours(events, group=1)
+    gone = router.empty()
+    assert set(names(ours(gone, BlockRemoved))) == set(names([*whole, third]))
+    assert set(names(ours(gone, BlockRemoved, 1))) == set(names(tails))
+    again = router.ask(longer)
+    assert set(names(whole)).isdisjoint(names(theirs(again)))
+    assert (ours(again), ours(again, group=1)) == ([*whole, third], tails)
