@@ -1,7 +1,7 @@
 """What others wait for while a long prompt is blended: inter-token times of decoding requests.
 
-Against the same while vLLM prefills such a prompt in steps of 2048 tokens, and while there is nothing else. All in one
-engine, by turns.
+Against the same while vLLM prefills such a prompt in steps of 2048 tokens, and while there is nothing else. All in
+one engine, by turns.
 """
 
 import time
@@ -34,8 +34,8 @@ def run(
     turns: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Inter-token times of ``decoders`` requests while a prompt of the whole corpus is prefilled or blended, ``turns``
-    times each."""
+    """Inter-token times of ``decoders`` requests while a prompt of the whole corpus is prefilled or blended,
+    ``turns`` times each."""
     arguments = {
         "model": asdict(model),
         "corpus": asdict(corpus),
@@ -72,7 +72,8 @@ def measure(
     )
     steps, chance = Steps(llm), documents.chance("prompts")
     texts, system = documents.texts(), documents.system()
-    params = {"prefill": {"chunk_cache": False}, "blend": {"policy": policy, "recompute_ratio": ratio}}
+    plainly = {"chunk_cache": False}
+    params: dict[str, dict[str, Any]] = {"prefill": plainly, "blend": {"policy": policy, "recompute_ratio": ratio}}
 
     def prompt(case: str) -> Prompt:
         if case == "prefill":
@@ -86,7 +87,9 @@ def measure(
         steps.finish()
     decoding = [
         # They decode until they are aborted.
-        steps.add(Prompt(random_tokens(chance, DECODER_TOKENS), []), documents.prompt_tokens + 2048, params["prefill"])
+        steps.add(
+            Prompt(random_tokens(chance, DECODER_TOKENS), []), documents.prompt_tokens + 2048, params["prefill"]
+        )
         for _ in range(decoders)
     ]
     while not all(request.tokens for request in decoding):

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvmosaic.core.errors import KvmosaicError
 
+ENGINES = ("plain", "reuse")
 RESULT, ERROR, STATUS = "KVMOSAIC-RESULT ", "KVMOSAIC-ERROR ", "KVMOSAIC-STATUS "
 """What lines begin with that are for us: vLLM writes to the same output."""
 
@@ -36,6 +37,19 @@ def run_apart(module: str, arguments: dict[str, Any], progress: Callable[[str], 
         errors.seek(0)
         last = (errors.read().strip() or "no output").splitlines()[-1]
     raise KvmosaicError(f"{module} ended with status {child.returncode}: {last}")
+
+
+def compare(module: str, arguments: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+    """What ``measure(engine=…, **arguments)`` returns for plain vLLM and for vLLM with the chunk cache: one at a
+    time, as they would take each other's time."""
+    measured = {}
+    for engine in ENGINES:
+
+        def told(text: str, engine: str = engine) -> None:
+            progress(f"{engine}: {text}")
+
+        measured[engine] = run_apart(module, {"engine": engine, **arguments}, told)
+    return measured
 
 
 def tell(status: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvmosaic.bench.engine import Model, machine, start
-from kvmosaic.bench.process import run_apart, tell
+from kvmosaic.bench.process import compare, tell
 from kvmosaic.bench.steps import Steps, hit_share
 from kvmosaic.bench.traffic import Corpus, assemble, new_combinations
 from kvmosaic.core.errors import ConfigError
@@ -37,19 +37,16 @@ def run(
     chunk cache on the device and in host memory; plain vLLM gets the device's part on top of its own cache."""
     if queries < 2 * batch:
         raise ConfigError(f"{queries} queries in batches of {batch}: there have to be two batches at least")
-    measured = {}
-    for engine in ("plain", "reuse"):
-        arguments = {
-            "engine": engine,
-            "model": asdict(model),
-            "corpus": asdict(corpus),
-            "queries": queries // batch * batch,
-            "batch": batch,
-            "device_share": device_share,
-            "host_share": host_share,
-            "ratio": ratio,
-        }
-        measured[engine] = run_apart(__name__, arguments, lambda text, engine=engine: progress(f"{engine}: {text}"))
+    arguments = {
+        "model": asdict(model),
+        "corpus": asdict(corpus),
+        "queries": queries // batch * batch,
+        "batch": batch,
+        "device_share": device_share,
+        "host_share": host_share,
+        "ratio": ratio,
+    }
+    measured = compare(__name__, arguments, progress)
     rows: list[dict[str, Any]] = []
     for number, (plain, reuse) in enumerate(
         zip(measured["plain"]["batches"], measured["reuse"]["batches"], strict=True), 1
@@ -57,12 +54,9 @@ def run(
         times = {"plain_ttft_ms": plain["ttft_ms"], "reuse_ttft_ms": reuse.pop("ttft_ms")}
         speedup = times["plain_ttft_ms"] / times["reuse_ttft_ms"]
         rows.append({"batch": number, "queries": batch, **times, "speedup": speedup, **reuse})
-    shares = {"device_share": device_share, "host_share": host_share, "ratio": ratio}
     return {
         "machine": measured["reuse"]["machine"],
-        "model": asdict(model),
-        "corpus": asdict(corpus),
-        **shares,
+        **arguments,
         "evictions": measured["reuse"]["evictions"],
         "last_over_second": rows[-1]["speedup"] / rows[1]["speedup"],
         "rows": rows,

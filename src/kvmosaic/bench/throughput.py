@@ -10,11 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from kvmosaic.bench.engine import Model, machine, start
-from kvmosaic.bench.process import run_apart, tell
+from kvmosaic.bench.process import ENGINES, compare, tell
 from kvmosaic.bench.steps import Request, Steps, hit_share, percentiles
 from kvmosaic.bench.traffic import Corpus, arrivals, assemble, popular
 
-ENGINES = ("plain", "reuse")
 WARM_UP = 8
 """Requests of the coming kind that do not count."""
 
@@ -32,20 +31,17 @@ def run(
     """Times of both engines at every rate of arrivals, in requests per second, kept up for ``seconds``; ``outputs``
     tokens are generated for each. ``objective_ms``: within what nine of ten requests shall have their first token."""
     rates = sorted(rates)
-    measured = {}
-    for engine in ENGINES:
-        arguments = {
-            "engine": engine,
-            "model": asdict(model),
-            "corpus": asdict(corpus),
-            "rates": rates,
-            "seconds": seconds,
-            "outputs": outputs,
-            # Who has no first token after that has missed the objective, however long it would have taken.
-            "grace": 2 * objective_ms / 1e3,
-            "ratio": ratio,
-        }
-        measured[engine] = run_apart(__name__, arguments, lambda text, engine=engine: progress(f"{engine}: {text}"))
+    arguments = {
+        "model": asdict(model),
+        "corpus": asdict(corpus),
+        "rates": rates,
+        "seconds": seconds,
+        "outputs": outputs,
+        # Who has no first token after that has missed the objective, however long it would have taken.
+        "grace": 2 * objective_ms / 1e3,
+        "ratio": ratio,
+    }
+    measured = compare(__name__, arguments, progress)
     rows = []
     for index, rate in enumerate(rates):
         row: dict[str, Any] = {"rate": rate, "requests": measured["plain"]["rates"][index].pop("requests")}
@@ -55,15 +51,7 @@ def run(
         row["ttft_p50_speedup"] = row["plain_ttft_p50_ms"] / row["reuse_ttft_p50_ms"]
         rows.append(row)
     best = {f"{engine}_rate_at_objective": best_rate(rows, engine, objective_ms) for engine in ENGINES}
-    settings = {"seconds": seconds, "outputs": outputs, "objective_ms": objective_ms, "ratio": ratio}
-    return {
-        "machine": measured["reuse"]["machine"],
-        "model": asdict(model),
-        "corpus": asdict(corpus),
-        **settings,
-        **best,
-        "rows": rows,
-    }
+    return {"machine": measured["reuse"]["machine"], **arguments, "objective_ms": objective_ms, **best, "rows": rows}
 
 
 def best_rate(rows: Sequence[dict[str, Any]], engine: str, objective_ms: float) -> float | None:

@@ -63,7 +63,9 @@ def run(
         plain, _ = prompt(random_tokens(chance, SYSTEM_TOKENS))
         measured = [(times, first_token_ms(plain, chunk_cache=False)) for times in peers.values()]
         for (policy, ratio), columns in ours.items():
-            for system, times in zip((known_system, random_tokens(chance, SYSTEM_TOKENS)), columns.values(), strict=True):
+            for system, times in zip(
+                (known_system, random_tokens(chance, SYSTEM_TOKENS)), columns.values(), strict=True
+            ):
                 ids, boundaries = prompt(system)
                 took = first_token_ms(ids, boundaries=boundaries, policy=policy, recompute_ratio=ratio)
                 measured.append((times, took))
