@@ -38,7 +38,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e6e6; --paper: #16181d; --faint: #3a3f47; --good: #57c26e; --bad: #ff7b72 }
 }
-svg { width: 100%; height: auto } svg text { fill: var(--ink); font-size: 12px }
+svg { width: 100%; height: auto } svg text { fill: var(--ink); font: 12px system-ui, sans-serif }
 .grid { stroke: var(--faint) } .series polyline { fill: none; stroke: var(--c); stroke-width: 2 }
 .series line { stroke: var(--c); stroke-width: 1.5; opacity: .45 } .series path, .legend path { fill: var(--c) }
 .mark { stroke: var(--ink); stroke-dasharray: 5 4; opacity: .6 }

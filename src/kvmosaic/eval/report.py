@@ -9,9 +9,8 @@ from kvmosaic.eval.plot import STYLE as PLOT_STYLE
 from kvmosaic.eval.plot import Axis, Point, Series, legend, svg
 from kvmosaic.eval.summary import Line, Summary
 
-STYLE = (
-    PLOT_STYLE
-    + """body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1240px;
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1240px;
   margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .wide { overflow-x: auto }
@@ -24,7 +23,6 @@ th:first-child, td:first-child { text-align: left }
 .legend span { display: inline-flex; align-items: center; margin-right: 1.2rem }
 .legend svg { width: 14px; height: 14px; margin-right: .35rem }
 """
-)
 HEADS = (
     *("policy", "ratio", "charged ratio", "KL mean", "KL p95", "top-1", "EM", "F1", "gap closed", "TTFT ms"),
     *("KL − random", "F1 − random"),
@@ -53,7 +51,7 @@ def render(title: str, summary: Summary) -> str:
     rows = "\n".join(f"<tr>{''.join(_cells(line))}</tr>" for line in summary.lines)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>kvmosaic eval: {escape(title)}</title><style>{STYLE}</style></head><body>
+<title>kvmosaic eval: {escape(title)}</title><style>{PLOT_STYLE}{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 <p>Full prefill: EM {full.em:.3f}, F1 {full.f1:.3f}, {full.prefill_ms:.0f} ms. Without context: EM {none.em:.3f},
 F1 {none.f1:.3f}. KL is measured over the full-prefill answer, token by token. Brackets and bars are 95&nbsp;%
