@@ -75,8 +75,8 @@ def throughput(
 
 
 def sustained(
-    queries: Annotated[int, typer.Option(help="Queries, no two with the same documents.", min=2)] = 300,
-    batch: Annotated[int, typer.Option(help="Queries whose times are averaged.", min=1)] = 60,
+    queries: Annotated[int, typer.Option(help="Queries, no two with the same documents.", min=2)] = 250,
+    batch: Annotated[int, typer.Option(help="Queries whose times are averaged.", min=1)] = 50,
     documents: DocumentsOption = 200,
     document_tokens: TokensOption = 512,
     per_query: PerQueryOption = 14,
