@@ -9,7 +9,7 @@ from kvmosaic.core.errors import ConfigError
 def measure(way, engine=None):
     """Ends in some way."""
     tell(f"going to {way}")
-    print("vLLM says something")
+    print("vLLM says something", flush=True)
     if way == "fail":
         raise ConfigError("this\ncannot work")
     if way == "die":

@@ -24,8 +24,13 @@ def test_both_engines_are_measured_one_after_the_other():
     assert told == ["plain: going to return", "reuse: going to return"]
 
 
-@pytest.mark.parametrize(("way", "line"), [("fail", "^this cannot work$"), ("die", "ended with status 3")])
-def test_a_failure_is_one_line(way, line):
+@pytest.mark.parametrize(("way", "line"), [("fail", "^this cannot work "), ("die", "^status 3 ")])
+def test_a_failure_is_one_line_that_says_where_there_is_more(way, line, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(KvmosaicError, match=line) as caught:
         run_apart(CHILD, {"way": way}, print)
+    [log] = tmp_path.iterdir()
+    assert str(caught.value).endswith(f"its output is in {log})")
     assert "\n" not in str(caught.value)
+    assert "vLLM says something" in log.read_text()
+    assert ("Traceback" in log.read_text()) == (way == "fail")

@@ -13,17 +13,16 @@ from kvmosaic.bench.traffic import random_tokens
 
 REQUESTS = 8
 PROMPT_TOKENS = 512
-OUTPUT_TOKENS = 128
 
 
-def run(model: Model, turns: int, repeats: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(model: Model, turns: int, repeats: int, outputs: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Median milliseconds of a decode step, and of prefilling a batch, of both engines in ``turns`` turns each;
-    medians of ``repeats`` batches in each turn."""
+    medians of ``repeats`` batches in each turn, with ``outputs`` tokens per answer."""
     times: dict[str, list[dict[str, Any]]] = {"plain": [], "chunk_cache": []}
     for turn in range(turns):
         for engine, results in times.items():
             progress(f"turn {turn + 1} of {turns}: {engine}")
-            arguments = {"engine": engine, "model": asdict(model), "repeats": repeats}
+            arguments = {"engine": engine, "model": asdict(model), "repeats": repeats, "outputs": outputs}
             results.append(run_apart(__name__, arguments, progress))
     rows = []
     for step in ("decode_step_ms", "prefill_ms"):
@@ -32,23 +31,23 @@ def run(model: Model, turns: int, repeats: int, progress: Callable[[str], None])
     return {"machine": times["plain"][0]["machine"], "model": asdict(model), "rows": rows}
 
 
-def measure(engine: str, model: dict[str, Any], repeats: int) -> dict[str, Any]:
+def measure(engine: str, model: dict[str, Any], repeats: int, outputs: int) -> dict[str, Any]:
     """Times of one engine."""
     llm = start(Model(**model), enable_chunk_cache=engine == "chunk_cache", max_model_len=4096)
     from vllm import SamplingParams  # after the engine's start, which says how vLLM is to run
 
     chance = random.Random(0)
 
-    def seconds(outputs: int) -> float:
+    def seconds(length: int) -> float:
         prompts = [{"prompt_token_ids": random_tokens(chance, PROMPT_TOKENS)} for _ in range(REQUESTS)]
-        sampling = SamplingParams(max_tokens=outputs, temperature=0, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - begin
 
     tell(f"measuring: {engine}")
-    seconds(OUTPUT_TOKENS)
+    seconds(outputs)
     first = statistics.median(seconds(1) for _ in range(repeats))
-    whole = statistics.median(seconds(OUTPUT_TOKENS) for _ in range(repeats))
-    decode = (whole - first) / (OUTPUT_TOKENS - 1)
+    whole = statistics.median(seconds(outputs) for _ in range(repeats))
+    decode = (whole - first) / (outputs - 1)
     return {"machine": machine(), "prefill_ms": first * 1e3, "decode_step_ms": decode * 1e3}

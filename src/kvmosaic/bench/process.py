@@ -22,21 +22,26 @@ RESULT, ERROR, STATUS = "KVMOSAIC-RESULT ", "KVMOSAIC-ERROR ", "KVMOSAIC-STATUS 
 def run_apart(module: str, arguments: dict[str, Any], progress: Callable[[str], None]) -> Any:
     """What ``measure(**arguments)`` of a module returns in a new process; ``progress`` gets what that one tells."""
     command = [sys.executable, "-m", "kvmosaic.bench.process", module, json.dumps(arguments)]
-    with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                if line.startswith(RESULT):
-                    result = json.loads(line.removeprefix(RESULT))
-                    child.communicate()  # the next process needs the memory of this one
-                    return result
-                if line.startswith(ERROR):
-                    raise KvmosaicError(line.removeprefix(ERROR).strip())
-                if line.startswith(STATUS):
-                    progress(line.removeprefix(STATUS).strip())
-        errors.seek(0)
-        last = (errors.read().strip() or "no output").splitlines()[-1]
-    raise KvmosaicError(f"{module} ended with status {child.returncode}: {last}")
+    said: list[str] = []
+    reason = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(RESULT):
+                result = json.loads(line.removeprefix(RESULT))
+                child.communicate()  # the next process needs the memory of this one
+                return result
+            if line.startswith(ERROR):
+                reason = line.removeprefix(ERROR).strip()
+            elif line.startswith(STATUS):
+                progress(line.removeprefix(STATUS).strip())
+            else:
+                said.append(line)
+    with tempfile.NamedTemporaryFile("w", prefix="kvmosaic-bench-", suffix=".log", delete=False) as log:
+        log.writelines(said)
+    raise KvmosaicError(f"{reason or f'status {child.returncode}'} ({module} failed; its output is in {log.name})")
 
 
 def compare(module: str, arguments: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:

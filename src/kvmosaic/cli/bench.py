@@ -134,6 +134,7 @@ def overhead(
     eager: EagerOption = False,
     turns: Annotated[int, typer.Option(help="How often each engine is started.", min=1)] = 2,
     repeats: Annotated[int, typer.Option(help="Batches of requests per start.", min=1)] = 7,
+    outputs: Annotated[int, typer.Option(help="Tokens of an answer.", min=2)] = 128,
     json: JsonOption = False,
 ) -> None:
     """vLLM: step time of requests without chunks, with the chunk cache on against plain vLLM."""
@@ -141,7 +142,7 @@ def overhead(
     from kvmosaic.bench.engine import Model
 
     with console.status("starting vLLM") as status:
-        result = overhead.run(Model(layers, heads, eager), turns, repeats, progress=status.update)
+        result = overhead.run(Model(layers, heads, eager), turns, repeats, outputs, progress=status.update)
     rows = result["rows"]
     title = bench_traffic.title(result["machine"], "requests without chunks")
     print_table(title, rows[0], (row.values() for row in rows), json=json)

@@ -13,12 +13,10 @@ MODEL = ("--layers", 2, "--heads", 2, "--eager")
 SMALL = ("--document-tokens", 32, "--documents", 9)
 COMMANDS = {
     "throughput": (*SMALL, "--per-query", 3, "--rates", "8,2", "--seconds", 1, "--outputs", 3, "--plot", "plot.svg"),
-    "sustained": (
-        *(*SMALL, "--per-query", 3, "--queries", 25, "--batch", 8, "--host-share", 0.5, "--plot", "plot.svg"),
-    ),
+    "sustained": (*SMALL, "--per-query", 3, "--queries", 25, "--batch", 8, "--host-share", 0.5, "--plot", "plot.svg"),
     "interference": (*SMALL, "--decoders", 3, "--turns", 2),
     "ttft": ("--context", 512, "--tier", "host", "--ratios", "0,0.15", "--plot", "plot.svg"),
-    "overhead": ("--turns", 1, "--repeats", 1),
+    "overhead": ("--turns", 1, "--repeats", 1, "--outputs", 4),
 }
 
 
