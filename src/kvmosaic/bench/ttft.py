@@ -1,45 +1,21 @@
-"""Time to first token inside vLLM: full prefill, prefix-cache hit, and reuse in an order never seen, in one run.
+"""Time to first token inside vLLM: full prefill, prefix-cache hit, and reuse in an order never seen, in one run."""
 
-Weights are random: the time does not depend on them, and none have to be fetched. The shape is that of Llama-3-8B.
-"""
-
-import json
-import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from kvmosaic.bench.engine import Model, machine, start
+from kvmosaic.bench.traffic import SYSTEM_TOKENS, Prompt, assemble, random_tokens
+
 CHUNK_TOKENS = 512
-SYSTEM_TOKENS = 40
-QUESTION_TOKENS = 20
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
 
 
 def run(
     context: int,
-    layers: int,
+    model: Model,
     tier: str,
-    eager: bool,
     policies: Sequence[str] = ("composite",),
     ratios: Sequence[float] = (0.0,),
     repeats: int = 5,
@@ -49,42 +25,23 @@ def run(
     (``device`` or ``host``), each time in a new order: by full prefill, by a hit in vLLM's prefix cache, and by reuse
     with every policy and ratio (0 once: there all policies are the same), after a system prompt that was used before
     and after one that was not."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from vllm import SamplingParams
-    from vllm import __version__ as vllm_version
-
-    from kvmosaic.vllm import LLM
-
     progress("starting vLLM")
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
-        llm = LLM(
-            folder,
-            enable_chunk_cache=True,
-            miss_policy="fill-first",
-            chunk_cache_gpu_memory_fraction=0.15 if tier == "device" else 0.0,
-            host_memory="40GiB",
-            load_format="dummy",
-            dtype="bfloat16",
-            skip_tokenizer_init=True,
-            enforce_eager=eager,
-            max_model_len=context + 4096,
-            max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.7,
-        )
+    llm = start(
+        model,
+        enable_chunk_cache=True,
+        miss_policy="fill-first",
+        chunk_cache_gpu_memory_fraction=0.15 if tier == "device" else 0.0,
+        host_memory="40GiB",
+        max_model_len=context + 4096,
+        max_num_batched_tokens=8192,
+    )
+    from vllm import SamplingParams  # after the engine's start, which says how vLLM is to run
+
     chance = random.Random(0)
 
-    def tokens(count: int) -> list[int]:
-        return [chance.randrange(1000, 100000) for _ in range(count)]
-
-    def prompt(system: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        ids: list[int] = []
-        boundaries: list[tuple[int, int]] = []
+    def prompt(system: list[int]) -> Prompt:
         chance.shuffle(documents)
-        for part in (system, *documents, tokens(QUESTION_TOKENS)):
-            boundaries.append((len(ids), len(ids) + len(part)))
-            ids += part
-        return ids, boundaries
+        return assemble(system, documents, chance)
 
     def first_token_ms(ids: list[int], **params: Any) -> float:
         sampling = SamplingParams(
@@ -94,8 +51,8 @@ def run(
         llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
         return (time.perf_counter() - start) * 1e3
 
-    documents = [tokens(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS)]
-    known_system = tokens(SYSTEM_TOKENS)
+    documents = [random_tokens(chance, CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS)]
+    known_system = random_tokens(chance, SYSTEM_TOKENS)
     cases = dict.fromkeys(("none" if ratio == 0 else policy, ratio) for ratio in ratios for policy in policies)
     peers: dict[str, list[float]] = {"full_ms": [], "prefix_hit_ms": []}
     ours: dict[tuple[str, float], dict[str, list[float]]] = {
@@ -103,10 +60,12 @@ def run(
     }
     for number in range(-1, repeats):  # the first fills the cache and warms up; it does not count
         progress(f"round {number + 1} of {repeats}")
-        plain, _ = prompt(tokens(SYSTEM_TOKENS))
+        plain, _ = prompt(random_tokens(chance, SYSTEM_TOKENS))
         measured = [(times, first_token_ms(plain, chunk_cache=False)) for times in peers.values()]
         for (policy, ratio), columns in ours.items():
-            for system, times in zip((known_system, tokens(SYSTEM_TOKENS)), columns.values(), strict=True):
+            for system, times in zip(
+                (known_system, random_tokens(chance, SYSTEM_TOKENS)), columns.values(), strict=True
+            ):
                 ids, boundaries = prompt(system)
                 took = first_token_ms(ids, boundaries=boundaries, policy=policy, recompute_ratio=ratio)
                 measured.append((times, took))
@@ -123,9 +82,9 @@ def run(
         rows.append(
             {
                 "context": context,
-                "layers": layers,
+                "layers": model.layers,
                 "tier": tier,
-                "eager": eager,
+                "eager": model.eager,
                 "policy": policy,
                 "ratio": ratio,
                 **base,
@@ -134,4 +93,4 @@ def run(
                 "against_prefix_hit": mine["reuse_ms"] / base["prefix_hit_ms"],
             }
         )
-    return {"vllm": vllm_version, "rows": rows}
+    return {"machine": machine(), "rows": rows}

@@ -5,11 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
+from kvmosaic.cli import bench_plots, bench_traffic
+from kvmosaic.cli.bench_traffic import EagerOption, HeadsOption, LayersOption
 from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table
 from kvmosaic.core.errors import ConfigError
 
 app = typer.Typer(help="Benchmarks; each prints ratios measured in one run.", no_args_is_help=True)
+app.command("throughput")(bench_traffic.throughput)
+app.command("sustained")(bench_traffic.sustained)
+app.command("interference")(bench_traffic.interference)
 
 
 @app.command("chunk-hit")
@@ -103,15 +108,18 @@ def store(
 @app.command("ttft")
 def ttft(
     context: Annotated[int, typer.Option(help="Tokens in chunks, of 512 each.", min=512)] = 16384,
-    layers: Annotated[int, typer.Option(help="Layers of the 8B-shaped model.", min=1)] = 32,
+    layers: LayersOption = 32,
+    heads: HeadsOption = 32,
+    eager: EagerOption = False,
     tier: Annotated[str, typer.Option(help="Where the chunks are: device or host.")] = "device",
-    eager: Annotated[bool, typer.Option("--eager", help="Without compilation and CUDA graphs.")] = False,
     policies: Annotated[str, typer.Option(help="Which tokens are recomputed: composite,sink-link.")] = "composite",
     ratios: Annotated[str, typer.Option(help="How many, like 0,0.05,0.15.")] = "0",
+    plot: bench_plots.PlotOption = None,
     json: JsonOption = False,
 ) -> None:
     """vLLM: time to first token by full prefill, prefix-cache hit, and reuse in a new order."""
     from kvmosaic.bench import ttft
+    from kvmosaic.bench.engine import Model
     from kvmosaic.engines.vllm.parameters import policy_served
 
     if tier not in ("device", "host"):
@@ -121,10 +129,14 @@ def ttft(
         raise ConfigError(f"--ratios {ratios}: must be between 0 and 1")
     for policy in chosen:
         policy_served(policy, layers)
+    bench_plots.check(plot)
     with console.status("starting vLLM") as status:
-        result = ttft.run(context, layers, tier, eager, chosen, shares, progress=status.update)
+        result = ttft.run(context, Model(layers, heads, eager), tier, chosen, shares, progress=status.update)
     rows = result["rows"]
-    print_table(f"vLLM {result['vllm']}: time to first token", rows[0], (row.values() for row in rows), json=json)
+    bench_plots.ttft(plot, result)
+    print_table(
+        f"vLLM {result['machine']['vllm']}: time to first token", rows[0], (row.values() for row in rows), json=json
+    )
     if json:
         print_json(result)
 
@@ -152,16 +164,22 @@ def kernels(
 
 @app.command("overhead")
 def overhead(
-    layers: Annotated[int, typer.Option(help="Layers of the 8B-shaped model.", min=1)] = 32,
+    layers: LayersOption = 32,
+    heads: HeadsOption = 32,
+    eager: EagerOption = False,
     turns: Annotated[int, typer.Option(help="How often each engine is started.", min=1)] = 2,
+    repeats: Annotated[int, typer.Option(help="Batches of requests per start.", min=1)] = 7,
+    outputs: Annotated[int, typer.Option(help="Tokens of an answer.", min=2)] = 128,
     json: JsonOption = False,
 ) -> None:
     """vLLM: step time of requests without chunks, with the chunk cache on against plain vLLM."""
     from kvmosaic.bench import overhead
+    from kvmosaic.bench.engine import Model
 
     with console.status("starting vLLM") as status:
-        result = overhead.run(layers, turns, progress=status.update)
+        result = overhead.run(Model(layers, heads, eager), turns, repeats, outputs, progress=status.update)
     rows = result["rows"]
-    print_table("requests without chunks", rows[0], (row.values() for row in rows), json=json)
+    title = bench_traffic.title(result["machine"], "requests without chunks")
+    print_table(title, rows[0], (row.values() for row in rows), json=json)
     if json:
         print_json(result)

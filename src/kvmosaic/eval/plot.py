@@ -33,6 +33,19 @@ SHAPES = (
 )
 """Series are told apart without colours, too. Seven of them and ten colours make seventy pairs."""
 
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --faint: #d8d8d8; --good: #1a7f37; --bad: #c62828 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --paper: #16181d; --faint: #3a3f47; --good: #57c26e; --bad: #ff7b72 }
+}
+svg { width: 100%; height: auto } svg text { fill: var(--ink); font: 12px system-ui, sans-serif }
+.grid { stroke: var(--faint) } .series polyline { fill: none; stroke: var(--c); stroke-width: 2 }
+.series line { stroke: var(--c); stroke-width: 1.5; opacity: .45 } .series path, .legend path { fill: var(--c) }
+.mark { stroke: var(--ink); stroke-dasharray: 5 4; opacity: .6 }
+svg .name { font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round }
+"""
+"""What plots, and pages of them, look like."""
+
 
 class Point(NamedTuple):
     """A value with its interval."""
@@ -88,10 +101,39 @@ class _Frame:
 
 
 def svg(series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """The plot. Points with the same label are one point that series share."""
-    frame = _Frame(series, x, y)
+    """The plot, for a page. Points with the same label are one point that series share."""
     title = f"{escape(y.name)} against {escape(x.name)}"
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">', *_grid(frame, x, y)]
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">'
+    return "\n".join([head, *_content(series, x, y), "</svg>"])
+
+
+def file_svg(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
+    """The plot as a file of its own, for browsers: with a title and a legend."""
+    head = 46
+    names = []
+    for index, item in enumerate(series):
+        mark = f'<path style="--c:{_colour(index)}" d="{_shape(index)}"/>'
+        at = LEFT + index * (WIDTH - LEFT - RIGHT) / len(series)
+        names.append(f'<g transform="translate({at:.1f} 34)">{mark}<text x="10" y="4">{escape(item.name)}</text></g>')
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + head}" role="img">',
+            f"<title>{escape(title)}</title><style>{STYLE}</style>",
+            f'<rect width="{WIDTH}" height="{HEIGHT + head}" style="fill:var(--paper)"/>',
+            f'<text x="{LEFT}" y="18">{escape(title)}</text>',
+            f'<g class="legend">{"".join(names)}</g>',
+            f'<g transform="translate(0 {head})">',
+            *_content(series, x, y),
+            "</g>",
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _content(series: Sequence[Series], x: Axis, y: Axis) -> list[str]:
+    frame = _Frame(series, x, y)
+    parts = [*_grid(frame, x, y)]
     labels = [point.label for item in series for point in item.points]
     shared = {label for label in labels if labels.count(label) > 1}
     for index, item in enumerate(series):
@@ -101,7 +143,7 @@ def svg(series: Sequence[Series], x: Axis, y: Axis) -> str:
             *_drawn(frame, index, item, shift, shared),
             "</g>",
         ]
-    return "\n".join([*parts, *_marks(frame, x, y), "</svg>"])
+    return [*parts, *_marks(frame, x, y)]
 
 
 def _grid(frame: _Frame, x: Axis, y: Axis) -> Iterator[str]:

@@ -5,14 +5,11 @@ from html import escape
 
 from kvmosaic.eval.metrics import Interval
 from kvmosaic.eval.plan import ALL, NONE
+from kvmosaic.eval.plot import STYLE as PLOT_STYLE
 from kvmosaic.eval.plot import Axis, Point, Series, legend, svg
 from kvmosaic.eval.summary import Line, Summary
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --faint: #d8d8d8; --good: #1a7f37; --bad: #c62828 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e6e6; --paper: #16181d; --faint: #3a3f47; --good: #57c26e; --bad: #ff7b72 }
-}
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1240px;
   margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
@@ -23,11 +20,6 @@ table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabula
 th, td { padding: .2rem .45rem; text-align: right; border-bottom: 1px solid var(--faint) }
 th:first-child, td:first-child { text-align: left }
 .good { color: var(--good) } .bad { color: var(--bad) } small { opacity: .7 }
-svg { width: 100%; height: auto } svg text { fill: var(--ink); font-size: 12px }
-.grid { stroke: var(--faint) } .series polyline { fill: none; stroke: var(--c); stroke-width: 2 }
-.series line { stroke: var(--c); stroke-width: 1.5; opacity: .45 } .series path, .legend path { fill: var(--c) }
-.mark { stroke: var(--ink); stroke-dasharray: 5 4; opacity: .6 }
-svg .name { font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round }
 .legend span { display: inline-flex; align-items: center; margin-right: 1.2rem }
 .legend svg { width: 14px; height: 14px; margin-right: .35rem }
 """
@@ -59,7 +51,7 @@ def render(title: str, summary: Summary) -> str:
     rows = "\n".join(f"<tr>{''.join(_cells(line))}</tr>" for line in summary.lines)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>kvmosaic eval: {escape(title)}</title><style>{STYLE}</style></head><body>
+<title>kvmosaic eval: {escape(title)}</title><style>{PLOT_STYLE}{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 <p>Full prefill: EM {full.em:.3f}, F1 {full.f1:.3f}, {full.prefill_ms:.0f} ms. Without context: EM {none.em:.3f},
 F1 {none.f1:.3f}. KL is measured over the full-prefill answer, token by token. Brackets and bars are 95&nbsp;%

@@ -1,0 +1,96 @@
+"""The vLLM engine that benchmarks run: a model of Llama-3-8B's shape, or of a part of it, with random weights.
+
+Times do not depend on the weights, and none have to be fetched.
+"""
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from kvmosaic import __version__
+
+if TYPE_CHECKING:
+    from kvmosaic.vllm import LLM
+
+HEAD_DIM = 128
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": HEAD_DIM,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """How much of the 8B shape there is, and whether it runs without compilation and CUDA graphs."""
+
+    layers: int = 32
+    heads: int = 32
+    """Attention heads of 128 columns; a quarter as many KV heads. All other widths follow."""
+    eager: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        return max(1, self.heads // 4)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV, in bf16."""
+        return self.layers * 2 * self.kv_heads * HEAD_DIM * 2
+
+    def config(self) -> dict[str, Any]:
+        """The model's ``config.json``."""
+        widths = {name: SHAPE[name] * self.heads // 32 for name in ("hidden_size", "intermediate_size")}
+        counts = {
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+        }
+        return {**SHAPE, **widths, **counts}
+
+
+def start(model: Model, **settings: Any) -> "LLM":
+    """An engine in this process; ``settings`` are vLLM's and the chunk cache's."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from kvmosaic.vllm import LLM
+
+    # One name for one shape: what vLLM compiles for it is found again when the next engine starts.
+    folder = Path(platformdirs.user_cache_dir("kvmosaic"), "bench", f"{model.layers}-layers-{model.heads}-heads")
+    folder.mkdir(parents=True, exist_ok=True)
+    Path(folder, "config.json").write_text(json.dumps(model.config()))
+    ours: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "enforce_eager": model.eager,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.7,
+    }
+    return LLM(str(folder), **ours | settings)
+
+
+def machine() -> dict[str, str]:
+    """What times depend on besides the benchmark."""
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
+    versions = {"kvmosaic": __version__, "vllm": vllm.__version__, "torch": torch.__version__}
+    return {"device": device, "python": platform.python_version(), **versions}

@@ -1,0 +1,76 @@
+"""Measurements in processes of their own: vLLM keeps its connector in a global, and gives memory back by ending.
+
+A module that is measured so has a function ``measure``, whose arguments and result are JSON.
+"""
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from kvmosaic.core.errors import KvmosaicError
+
+ENGINES = ("plain", "reuse")
+RESULT, ERROR, STATUS = "KVMOSAIC-RESULT ", "KVMOSAIC-ERROR ", "KVMOSAIC-STATUS "
+"""What lines begin with that are for us: vLLM writes to the same output."""
+
+
+def run_apart(module: str, arguments: dict[str, Any], progress: Callable[[str], None]) -> Any:
+    """What ``measure(**arguments)`` of a module returns in a new process; ``progress`` gets what that one tells."""
+    command = [sys.executable, "-m", "kvmosaic.bench.process", module, json.dumps(arguments)]
+    said: list[str] = []
+    reason = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(RESULT):
+                result = json.loads(line.removeprefix(RESULT))
+                child.communicate()  # the next process needs the memory of this one
+                return result
+            if line.startswith(ERROR):
+                reason = line.removeprefix(ERROR).strip()
+            elif line.startswith(STATUS):
+                progress(line.removeprefix(STATUS).strip())
+            else:
+                said.append(line)
+    with tempfile.NamedTemporaryFile("w", prefix="kvmosaic-bench-", suffix=".log", delete=False) as log:
+        log.writelines(said)
+    raise KvmosaicError(f"{reason or f'status {child.returncode}'} ({module} failed; its output is in {log.name})")
+
+
+def compare(module: str, arguments: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+    """What ``measure(engine=…, **arguments)`` returns for plain vLLM and for vLLM with the chunk cache: one at a
+    time, as they would take each other's time."""
+    measured = {}
+    for engine in ENGINES:
+
+        def told(text: str, engine: str = engine) -> None:
+            progress(f"{engine}: {text}")
+
+        measured[engine] = run_apart(module, {"engine": engine, **arguments}, told)
+    return measured
+
+
+def tell(status: str) -> None:
+    """Say, from inside ``measure``, what is being done."""
+    print(STATUS + status, flush=True)
+
+
+def _main(module: str, arguments: str) -> None:
+    try:
+        result = importlib.import_module(module).measure(**json.loads(arguments))
+    except Exception as error:
+        traceback.print_exc()
+        print(ERROR + " ".join(str(error).split() or [type(error).__name__]), flush=True)
+        sys.exit(1)
+    print(RESULT + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,146 @@
+"""vLLM under Poisson arrivals of RAG traffic: what requests wait, and how many of them a second are served in time.
+
+Plain vLLM with its prefix cache and vLLM with the chunk cache, one after the other, get the same requests at the same
+times. All documents were seen before.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvmosaic.bench.engine import Model, machine, start
+from kvmosaic.bench.process import ENGINES, compare, tell
+from kvmosaic.bench.steps import Request, Steps, hit_share, percentiles
+from kvmosaic.bench.traffic import Corpus, arrivals, assemble, popular
+
+WARM_UP = 8
+"""Requests of the coming kind that do not count."""
+
+
+def run(
+    model: Model,
+    corpus: Corpus,
+    rates: Sequence[float],
+    seconds: float,
+    outputs: int,
+    objective_ms: float,
+    ratio: float,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Times of both engines at every rate of arrivals, in requests per second, kept up for ``seconds``; ``outputs``
+    tokens are generated for each. ``objective_ms``: within what nine of ten requests shall have their first token."""
+    rates = sorted(rates)
+    arguments = {
+        "model": asdict(model),
+        "corpus": asdict(corpus),
+        "rates": rates,
+        "seconds": seconds,
+        "outputs": outputs,
+        # Who has no first token after that has missed the objective, however long it would have taken.
+        "grace": 2 * objective_ms / 1e3,
+        "ratio": ratio,
+    }
+    measured = compare(__name__, arguments, progress)
+    rows = []
+    for index, rate in enumerate(rates):
+        row: dict[str, Any] = {"rate": rate, "requests": measured["plain"]["rates"][index].pop("requests")}
+        assert row["requests"] == measured["reuse"]["rates"][index].pop("requests")
+        for engine in ENGINES:
+            row |= {f"{engine}_{name}": value for name, value in measured[engine]["rates"][index].items()}
+        row["ttft_p50_speedup"] = row["plain_ttft_p50_ms"] / row["reuse_ttft_p50_ms"]
+        rows.append(row)
+    best = {f"{engine}_rate_at_objective": best_rate(rows, engine, objective_ms) for engine in ENGINES}
+    return {"machine": measured["reuse"]["machine"], **arguments, "objective_ms": objective_ms, **best, "rows": rows}
+
+
+def best_rate(rows: Sequence[dict[str, Any]], engine: str, objective_ms: float) -> float | None:
+    """The highest rate at which nine of ten requests met the objective; ``None`` if there is none."""
+    met = [row["rate"] for row in rows if row[f"{engine}_ttft_p90_ms"] <= objective_ms]
+    return max(met, default=None)
+
+
+def measure(
+    engine: str,
+    model: dict[str, Any],
+    corpus: dict[str, Any],
+    rates: Sequence[float],
+    seconds: float,
+    outputs: int,
+    grace: float,
+    ratio: float,
+) -> dict[str, Any]:
+    """Times of one engine at every rate; requests that are not served ``grace`` seconds after the last came are
+    given up."""
+    tell("starting vLLM")
+    documents = Corpus(**corpus)
+    llm = start(
+        Model(**model),
+        enable_chunk_cache=engine == "reuse",
+        max_model_len=documents.prompt_tokens + outputs + 1024,
+        max_num_batched_tokens=8192,
+    )
+    params = {"recompute_ratio": ratio} if engine == "reuse" else None
+    load = _Load(Steps(llm), documents, outputs, params)
+    tell("warming up")
+    load.warm_up()
+    results = []
+    for rate in rates:
+        tell(f"{rate:g} requests a second")
+        results.append(load.offer(rate, seconds, grace))
+    return {"machine": machine(), "rates": results}
+
+
+class _Load:
+    """Requests over a corpus, sent to one engine."""
+
+    def __init__(self, steps: Steps, corpus: Corpus, outputs: int, params: dict[str, Any] | None) -> None:
+        self._steps, self._corpus, self._outputs, self._params = steps, corpus, outputs, params
+        self._texts, self._system = corpus.texts(), corpus.system()
+
+    def warm_up(self) -> None:
+        """Shows the engine every document once, and then a few requests of the kind that is measured."""
+        chance, each = self._corpus.chance("warm-up"), self._corpus.per_query
+        for first in range(0, self._corpus.documents, each):
+            prompt = assemble(self._system, self._texts[first : first + each], chance)
+            # Documents are filled in steps that decode, at least one in each.
+            self._steps.add(prompt, 1 + each, self._params)
+            self._steps.finish()
+        queries = popular(self._corpus, chance)
+        for _ in range(WARM_UP):
+            self._steps.add(assemble(self._system, [self._texts[i] for i in next(queries)], chance), 2, self._params)
+        self._steps.finish()
+
+    def offer(self, rate: float, seconds: float, grace: float) -> dict[str, Any]:
+        """Requests at their times. Times to the first token count from when a request came, not from when the engine
+        first had time to look at it; of those that never got one they are what was waited for nothing."""
+        chance, requests = self._corpus.chance(f"rate {rate:g}"), list[Request]()
+        times = arrivals(rate, seconds, chance)
+        queries = popular(self._corpus, chance)
+        prompts = [assemble(self._system, [self._texts[i] for i in next(queries)], chance) for _ in times]
+        begin = time.perf_counter()
+        while self._steps.is_busy or len(requests) < len(times):
+            now = time.perf_counter() - begin
+            if now > times[-1] + grace:
+                break
+            while len(requests) < len(times) and times[len(requests)] <= now:
+                number = len(requests)
+                since = begin + times[number]
+                requests.append(self._steps.add(prompts[number], self._outputs, self._params, since))
+            if self._steps.is_busy:
+                self._steps.step()
+            else:
+                time.sleep(max(0.0, times[len(requests)] - (time.perf_counter() - begin)))
+        end = time.perf_counter()
+        unsent = [Request(begin + at) for at in times[len(requests) :]]  # while one very long step lasted
+        self._steps.abort()
+        served = [request for request in requests if request.is_finished]
+        took = max([seconds, *(request.tokens[-1] - begin for request in served)])
+        return {
+            "requests": len(times),
+            **percentiles("ttft", [request.first_token_ms(end) for request in (*requests, *unsent)]),
+            **percentiles("itl", [gap for request in requests for gap in request.gaps_ms()]),
+            "completed_per_s": len(served) / took,
+            "unfinished": len(times) - len(served),
+            **({} if self._params is None else {"hit_share": hit_share(requests, self._corpus.per_query)}),
+        }

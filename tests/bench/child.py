@@ -1,0 +1,17 @@
+"""What tests measure in a process of its own."""
+
+import os
+
+from kvmosaic.bench.process import tell
+from kvmosaic.core.errors import ConfigError
+
+
+def measure(way, engine=None):
+    """Ends in some way."""
+    tell(f"going to {way}")
+    print("vLLM says something", flush=True)
+    if way == "fail":
+        raise ConfigError("this\ncannot work")
+    if way == "die":
+        os._exit(3)
+    return {"pid": os.getpid(), "engine": engine}

@@ -1,0 +1,24 @@
+"""Options that cannot work are refused before anything is started."""
+
+import pytest
+
+from kvmosaic.cli.main import app
+from kvmosaic.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("throughput", "--rates", "2,fast"), "--rates 2,fast: must be positive numbers"),
+        (("throughput", "--rates", "0"), "--rates 0: must be positive numbers"),
+        (("throughput", "--per-query", "201"), "201 documents per query: there are only 200"),
+        (("throughput", "--plot", "plot.png"), "plots are SVG"),
+        (("sustained", "--plot", "nowhere/plot.svg"), "there is no directory nowhere"),
+        (("sustained", "--queries", "60"), "two batches at least"),
+        (("interference", "--policy", "nothing"), "nothing"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_at_once(arguments, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        app(["bench", *arguments], standalone_mode=False)
+    assert "\n" not in str(caught.value)
