@@ -96,7 +96,7 @@ def sparse_attention(
         queries.blocks.stride(0),
         GROUP=queries.group,
         ROWS=ROWS,
-        KEYS=64 if widest <= 128 else 32,
+        KEYS=128 if widest <= 128 else 32,
         BLOCK=cache.shape[2],
         K_DIM=k_dim,
         V_DIM=v_dim,
