@@ -81,7 +81,9 @@ def sparse_attention(
     assert cache.shape[3] == k_dim + v_dim
     assert cache.stride(3) == q.stride(2) == out.stride(2) == 1
     assert len(queries.positions) == tokens
-    widest = triton.next_power_of_2(max(k_dim, v_dim))
+    # What a program holds of K and V at a time has to fit into shared memory, twice or more to be read ahead.
+    row_bytes = triton.next_power_of_2(max(k_dim, v_dim)) * q.element_size()
+    keys, stages = (128, 3) if row_bytes <= 256 else (32, 2) if row_bytes <= 512 else (16, 1)
     _attend[(cache.shape[1], len(queries.tiles))](
         q,
         cache,
@@ -96,7 +98,7 @@ def sparse_attention(
         queries.blocks.stride(0),
         GROUP=queries.group,
         ROWS=ROWS,
-        KEYS=128 if widest <= 128 else 32,
+        KEYS=keys,
         BLOCK=cache.shape[2],
         K_DIM=k_dim,
         V_DIM=v_dim,
@@ -105,7 +107,7 @@ def sparse_attention(
         WINDOW=window or 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8,
-        num_stages=3 if widest <= 128 else 2,
+        num_stages=stages,
     )
 
 
