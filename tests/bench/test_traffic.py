@@ -140,7 +140,7 @@ def test_plain_and_unfinished_requests_hit_nothing():
     reused = Request(0.0, is_finished=True, chunks=[found, missed])
     plain, unfinished = Request(0.0, is_finished=True), Request(0.0)
     assert hit_share([reused, plain, unfinished], per_query=2) == 0.25
-    assert hit_share([], per_query=2) == 0.0
+    assert hit_share([unfinished], per_query=2) is None
 
 
 def test_the_best_rate_is_the_highest_that_meets_the_objective():

@@ -99,8 +99,8 @@ def percentiles(name: str, values_ms: list[float], shares: tuple[int, ...] = (50
     return {f"{name}_p{share}_ms": float(np.percentile(values_ms, share)) if values_ms else None for share in shares}
 
 
-def hit_share(requests: list[Request], per_query: int) -> float:
-    """Share of the chunks of finished requests, ``per_query`` each, that were found."""
+def hit_share(requests: list[Request], per_query: int) -> float | None:
+    """Share of the chunks of finished requests, ``per_query`` each, that were found; ``None`` if none is finished."""
     finished = [request for request in requests if request.is_finished]
     found = sum(chunk["status"] == "cached" for request in finished for chunk in request.chunks)
-    return found / (len(finished) * per_query) if finished else 0.0
+    return found / (len(finished) * per_query) if finished else None

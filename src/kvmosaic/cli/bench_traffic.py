@@ -67,7 +67,7 @@ def throughput(
         ),
         json=json,
     )
-    best = (f"{engine} {result[f'{engine}_rate_at_objective'] or 'none'}" for engine in ENGINES)
+    best = (f"{engine} {result[f'{engine}_rate_at_objective'] or 0:g}" for engine in ENGINES)
     print_line(f"requests/s with a p90 TTFT within {objective_ms:g} ms: {', '.join(best)}", json=json)
     bench_plots.throughput(plot, result)
     if json:
