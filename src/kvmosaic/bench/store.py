@@ -21,7 +21,7 @@ from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store import ChunkStorageManager, open_store
 
-REPEATS = 7
+REPEATS = 15
 LOOKUP_KEYS = 2048
 DEADLINE_MS = 10_000
 """Longer than an engine's: a benchmark should not fail because a machine is busy."""

@@ -7,6 +7,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPException
 from itertools import chain
 from typing import Any
@@ -18,6 +19,7 @@ from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.memory import Bytes
 from kvmosaic.store.remote.base import ABSENT, FAILED, Incoming, RemoteClient, Value
 from kvmosaic.store.remote.keys import group_of
+from kvmosaic.store.remote.threads import Threads
 
 LOCAL_BUFFER_BYTES = 16 * 2**20
 """For the library's own copies, which we do not use."""
@@ -26,6 +28,8 @@ LONGEST_CALL_S = 15.0
 NOT_FOUND = -704
 RPC_FAILED = -900
 PAGE_KEYS = 1000
+LOOKUP_KEYS = 1024
+"""More keys than that are looked up by several calls at once."""
 
 
 class MooncakeClient(RemoteClient):
@@ -53,10 +57,22 @@ class MooncakeClient(RemoteClient):
         self._calls = 0
         """How many are using it, those included that nobody waits for any more."""
         self._changed = threading.Condition()
+        self._threads = Threads()
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
+        # The master works on a call in one thread, but on several calls at once.
+        pages = [keys[start : start + LOOKUP_KEYS] for start in range(0, len(keys), LOOKUP_KEYS)]
+        calls = [self._threads.start(partial(self._exists, page)) for page in pages[1:]]
+        found = self._exists(pages[0]) if pages else []
+        for call in calls:
+            if not call.wait(LONGEST_CALL_S):
+                raise ConnectionError("the Mooncake master does not answer")
+            found += call.result()
+        return found
+
+    def _exists(self, keys: Sequence[str]) -> list[bool]:
         with self._store() as store:
-            codes = store.batch_is_exist(list(keys)) if keys else []
+            codes = store.batch_is_exist(list(keys))
         _check(codes)
         return [code == 1 for code in codes]
 
@@ -103,6 +119,7 @@ class MooncakeClient(RemoteClient):
             yield names[start : start + PAGE_KEYS]
 
     def close(self) -> None:
+        self._threads.close()
         with self._changed:
             # Closed under a call, it would take the process down; under one that never ends it stays open.
             if self._connected is None or not self._changed.wait_for(lambda: self._calls == 0, LONGEST_CALL_S):

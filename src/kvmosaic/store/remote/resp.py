@@ -17,6 +17,8 @@ from kvmosaic.store.remote.base import ABSENT, RefusedError, Value
 REFUSALS = ("OOM", "WRONGTYPE")
 """Error replies that are about the one command. All others (LOADING, NOAUTH, READONLY …) are about the server."""
 PIECE_BYTES = 2**20
+COPIED_BYTES = 2**13
+"""So much is copied rather than sent by itself, which costs a call, a packet, and a turn of the server."""
 READ_BYTES = 2**16
 
 Reply = int | bytes | RefusedError | list["Reply"] | None
@@ -46,7 +48,7 @@ class Connection:
             raise
 
     def send(self, commands: Iterable[Sequence[str | Value]]) -> None:
-        """Send commands back to back; values are not copied."""
+        """Send commands back to back; values are not copied, but for what is small."""
         small: list[bytes] = []
         for command in commands:
             small.append(b"*%d\r\n" % len(command))
@@ -56,9 +58,14 @@ class Connection:
                     small.append(b"$%d\r\n%b\r\n" % (len(text), text))
                     continue
                 small.append(b"$%d\r\n" % sum(part.nbytes for part in argument))
-                for part in (memoryview(b"".join(small)), *argument):
+                for part in argument:
+                    if part.nbytes <= COPIED_BYTES:
+                        small.append(bytes(part))
+                        continue
+                    self._send(memoryview(b"".join(small)))
                     self._send(part)
-                small = [b"\r\n"]
+                    small = []
+                small.append(b"\r\n")
         self._send(memoryview(b"".join(small)))
 
     def reply(self) -> Reply:
