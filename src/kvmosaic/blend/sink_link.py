@@ -2,11 +2,13 @@
 
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
+from kvmosaic.blend.spans import places
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,7 @@ class SinkLink(Policy):
 def first_tokens(assembled: AssembledPrompt, count: int, most: int | None = None) -> torch.Tensor:
     """``[chunk tokens]`` bool: ``count`` tokens, equally many from the start of every chunk where it has them, but
     not more than ``most`` of one. Left-overs go to the first chunks."""
-    place = torch.cat([torch.arange(len(span)) for span in assembled.prompt.chunks])
-    order = torch.argsort(place, stable=True)[:count]
+    place = places(assembled)
     chosen = torch.zeros(len(place), dtype=torch.bool)
-    chosen[order] = True
-    return chosen if most is None else chosen & (place < most)
+    chosen[torch.from_numpy(np.argsort(place, kind="stable")[:count])] = True
+    return chosen if most is None else chosen & torch.from_numpy(place < most)

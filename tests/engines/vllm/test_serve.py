@@ -8,26 +8,33 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 
 import pytest
 from openai import OpenAI
 
 from tests.engines.vllm.test_engine import DOCUMENTS, prompt
 
-OPTIONS = "--dtype float32 --enforce-eager --max-model-len 1024 --enable-prompt-tokens-details"
+OPTIONS = "--dtype float32 --enforce-eager --enable-prompt-tokens-details --max-model-len"
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
+    with serving("smollm2-135m", 1024, tmp_path_factory.mktemp("serve") / "log") as client:
+        yield client
+
+
+@contextmanager
+def serving(model, max_tokens, log):
+    """A client of a server for ``model``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-m", "kvmosaic.cli.main", "serve", "smollm2-135m", "--enable-chunk-cache"]
+    command = [sys.executable, "-m", "kvmosaic.cli.main", "serve", model, "--enable-chunk-cache"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:
         server = subprocess.Popen(
-            [*command, *OPTIONS.split(), "--host", "127.0.0.1", "--port", str(port)],
+            [*command, *OPTIONS.split(), str(max_tokens), "--host", "127.0.0.1", "--port", str(port)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -148,3 +155,21 @@ def test_ratio_one_is_plain_vllm(client):
     plain = complete(client, text, chunk_cache=False).choices[0]
     assert exact.text == plain.text
     assert exact.logprobs.token_logprobs == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
+
+
+def test_a_model_with_sliding_windows(tmp_path):
+    """Of documents longer than the window, what is stored is less than all, and serves them in any order."""
+    documents = [
+        " ".join(f"{name} {number} is kept in box {(number * 7 + seed) % 97}." for number in range(90))
+        for seed, name in enumerate(("Item", "Letter"))
+    ]
+    with serving("gemma-3-270m", 4096, tmp_path / "log") as client:
+        for order in (documents, documents, documents[::-1]):
+            answer = complete(
+                client, " # # ".join(["Answer in a word.", *order, "Item 5 is kept in box"]), report=True
+            )
+            reused = answer.usage.prompt_tokens_details.cached_tokens if answer.usage.prompt_tokens_details else 0
+            assert answer.kv_transfer_params.get("fallback_reason") is None
+        assert answer.usage.prompt_tokens > 1200
+        assert reused > answer.usage.prompt_tokens * 0.9
+        assert answer.choices[0].text.strip()
