@@ -2,9 +2,7 @@
 written, takes about as long to get as a value takes to arrive."""
 
 import ctypes
-import threading
 import weakref
-from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +18,13 @@ SLACK = 1 / 8
 
 
 class MemoryPool:
-    """Keeps the memory of arrays that are gone, the last ones first."""
+    """Keeps the memory of arrays that are gone. Takes no lock: an array may go at any moment, in any thread, also in
+    one that is in here."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: deque[Bytes] = deque()
-        self._lock = threading.Lock()
+        self._kept: dict[int, Bytes] = {}
+        """By address, oldest first."""
 
     def take(self, nbytes: int) -> Bytes:
         """An array of ``nbytes`` bytes that hold anything. When it, and all views and tensors of it, are gone, its
@@ -39,22 +38,24 @@ class MemoryPool:
         # Every view of a numpy array refers to the array that owns the memory, so only something else can tell when
         # the last one is gone.
         owner = (ctypes.c_ubyte * nbytes).from_buffer(memory.data)
-        weakref.finalize(owner, self._kept.append, memory).atexit = False
+        weakref.finalize(owner, self._keep, memory).atexit = False
         return np.frombuffer(memoryview(owner), np.uint8)
 
     def _find(self, nbytes: int) -> Bytes | None:
-        """Kept memory that fits, the tightest; what is too much to keep is let go. Finalizers may run at any moment,
-        in any thread, and only append."""
-        with self._lock:
-            kept = [self._kept.popleft() for _ in range(len(self._kept))]
-            fitting = [memory for memory in kept if nbytes <= len(memory) <= nbytes * (1 + SLACK)]
-            found = min(fitting, key=len, default=None)
-            room = self._kept_bytes
-            for memory in reversed(kept):
-                room -= len(memory)
-                if memory is not found and room >= 0:
-                    self._kept.appendleft(memory)
-            return found
+        """The tightest that fits."""
+        fitting = {
+            address: len(memory)
+            for address, memory in list(self._kept.items())
+            if nbytes <= len(memory) <= nbytes * (1 + SLACK)
+        }
+        return self._kept.pop(min(fitting, key=fitting.__getitem__), None) if fitting else None
+
+    def _keep(self, memory: Bytes) -> None:
+        self._kept[memory.ctypes.data] = memory
+        for address in list(self._kept):
+            if sum(map(len, list(self._kept.values()))) <= self._kept_bytes:
+                return
+            self._kept.pop(address, None)
 
 
 POOL = MemoryPool()
