@@ -53,7 +53,7 @@ class VllmAssembled(AssembledPrompt):
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             if index in queries:
-                queries[index].append(q)
+                queries[index].append(q.clone())  # the next layers may use its memory again
 
         self._forward.probe([self._row(self.probe.start, self.probe.end)], layers[-1], observe)
         self.charged += len(self.probe) * (layers[-1] + 1)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 from vllm.lora.layers import LoRAMapping
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as event_hash
@@ -25,6 +27,9 @@ __all__ = [
     "build_slot_mappings_by_layer",
     "count_cached_tokens",
     "event_hash",
+    "graph_context",
+    "graph_inputs",
+    "graph_size",
     "hash_block_size",
     "init_attn_backend",
     "is_plain_attention",
@@ -198,6 +203,45 @@ def is_plain_attention(layer: Any) -> bool:
         and getattr(impl, "sinks", None) is None
         and not getattr(impl, "logits_soft_cap", None)
     )
+
+
+def graph_size(runner: Any, tokens: int) -> int | None:
+    """Tokens of the smallest CUDA graph, in pieces between attention, that takes ``tokens``; ``None`` where vLLM has
+    none (yet), or none that we know how to feed: the V2 runner's, without adapters."""
+    manager = getattr(runner, "cudagraph_manager", None)
+    if (
+        not getattr(manager, "_graphs_captured", False)
+        or getattr(manager, "use_breakable_cg", False)
+        or runner.lora_config is not None
+    ):
+        return None
+    assert manager is not None
+    graphs = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, ())
+    return min((graph.num_tokens for graph in graphs if graph.num_tokens >= tokens), default=None)
+
+
+@contextmanager
+def graph_inputs(
+    runner: Any, tokens: torch.Tensor, positions: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The memory that CUDA graphs read their inputs from, holding these; the step in progress has its own back
+    afterwards."""
+    places = [part[: len(tokens)] for part in (runner.input_buffers.input_ids, runner.input_buffers.positions)]
+    before = [place.clone() for place in places]
+    for place, values in zip(places, (tokens, positions), strict=True):
+        place.copy_(values)
+    try:
+        yield places[0], places[1]
+    finally:
+        for place, values in zip(places, before, strict=True):
+            place.copy_(values)
+
+
+def graph_context(size: int | None) -> dict[str, Any]:
+    """What ``set_forward_context`` has to know for a graph of ``size`` tokens to be used."""
+    if size is None:
+        return {}
+    return {"cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE, "batch_descriptor": BatchDescriptor(size)}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ each token sees exactly the positions at or before its own: fresh where selected
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,9 @@ from kvmosaic.engines.vllm.compat import (
     attention_by,
     build_attn_metadata,
     build_slot_mappings_by_layer,
+    graph_context,
+    graph_inputs,
+    graph_size,
     init_attn_backend,
     is_plain_attention,
     no_adapters,
@@ -101,7 +104,7 @@ class SparseForward:
                     raise _Enough
 
             with suppress(_Enough):
-                self._forward(batch, 0, note)
+                self._forward(batch, 0, note, graphs=True)
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
@@ -201,43 +204,53 @@ class SparseForward:
             for group, size in enumerate(self.block_sizes)
         ]
 
-    def _forward(self, rows: Sequence[Row], shift: int = 0, observe: Observer | None = None) -> torch.Tensor:
-        """One pass; the last hidden states ``[tokens, hidden]``."""
+    def _forward(
+        self, rows: Sequence[Row], shift: int = 0, observe: Observer | None = None, graphs: bool = False
+    ) -> torch.Tensor:
+        """One pass; the last hidden states ``[tokens, hidden]``. With ``graphs`` through vLLM's CUDA graphs, if one
+        is large enough: a few tokens take their time in launching kernels, not in running them."""
         device = self.device
         sequences = by_sequence(rows)
+        count = sum(len(row.tokens) for row in rows)
+        size = graph_size(self._runner, count) if graphs else None
+        padding = (0, (size or count) - count)
         tiles = self._tiles if self._in_tiles(rows) or len(rows) > self._most_rows else None
         queries = None if tiles is None else tiles.queries(sequences)
-        positions = torch.from_numpy(np.concatenate([each.positions for each in sequences])).to(device)
-        slots = torch.from_numpy(np.stack(self._slots(sequences))).to(device)
-        tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32, device=device)
+        positions = np.pad(np.concatenate([each.positions for each in sequences]) + shift, padding)
+        slots = np.pad(np.stack(self._slots(sequences)), ((0, 0), padding), constant_values=-1)  # not written
+        tokens = np.pad(np.array([token for row in rows for token in row.tokens], dtype=np.int32), padding)
+        inputs = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
         index_of = {layer.layer_name: index for index, layer in enumerate(self.layers)}
 
         def attend(
             layer: Any, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
         ) -> None:
             if observe is not None:
-                observe(index_of[layer.layer_name], q, k, v)
+                observe(index_of[layer.layer_name], q[:count], k[:count], v[:count])
             if tiles is None or queries is None:
                 backend()
             else:
-                tiles.attend(layer, q, queries, out)
+                tiles.attend(layer, q[:count], queries, out[:count])
 
         with (
             torch.inference_mode(),
-            no_adapters(self._runner, len(sequences), len(tokens)),
+            no_adapters(self._runner, len(sequences), count),
             attention_by(attend, self.layers if observe or queries else ()),
             set_forward_context(
                 self.metadata(rows) if queries is None else None,
                 self._config,
                 num_tokens=len(tokens),
-                slot_mapping=build_slot_mappings_by_layer(slots, self._kv_cache_config),
+                slot_mapping=build_slot_mappings_by_layer(torch.from_numpy(slots).to(device), self._kv_cache_config),
                 # On a CPU, vLLM's compiled code is traced for its own steps only.
                 skip_compiled=device.type == "cpu",
+                **graph_context(size),
             ),
+            nullcontext(inputs) if size is None else graph_inputs(self._runner, *inputs) as (input_ids, places),
         ):
-            return self._runner.model(
-                input_ids=tokens, positions=positions + shift, intermediate_tensors=None, inputs_embeds=None
+            hidden = self._runner.model(
+                input_ids=input_ids, positions=places, intermediate_tensors=None, inputs_embeds=None
             )
+            return hidden[:count]
 
 
 def _layer_index(name: str) -> tuple[int, str]:
