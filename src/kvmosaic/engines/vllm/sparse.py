@@ -2,8 +2,8 @@
 
 Every run of consecutive tokens becomes a *virtual sequence*: its own row of query offsets and lengths over
 the block table of the sequence it belongs to. vLLM writes the K and V of all rows before attention reads, so
-each token sees exactly the positions at or before its own: fresh where selected, cached elsewhere. Where runs are many
-and short, and the cache can be read as it is, attention is done by our own kernel instead (``tiles.py``).
+each token sees exactly the positions at or before its own: fresh where selected, cached elsewhere. Where runs are
+many and short, and the cache can be read as it is, attention is done by our own kernel instead (``tiles.py``).
 """
 
 import copy
