@@ -179,7 +179,7 @@ if triton is not None:
         total = tl.zeros([ROWS], tl.float32)
         result = tl.zeros([ROWS, V_PADDED], tl.float32)
 
-        # Keys that all rows see, then those that only some do.
+        # Keys that all rows see, then those that only some do; within windows there may be none of the first.
         begin = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
         common = begin if WINDOW > 0 else (lowest + 1) // KEYS * KEYS
         for start in range(begin, common, KEYS):

@@ -45,7 +45,7 @@ class MemoryPool:
         """The tightest that fits."""
         fitting = {
             address: len(memory)
-            for address, memory in list(self._kept.items())
+            for address, memory in self._kept.copy().items()
             if nbytes <= len(memory) <= nbytes * (1 + SLACK)
         }
         return self._kept.pop(min(fitting, key=fitting.__getitem__), None) if fitting else None
@@ -53,7 +53,7 @@ class MemoryPool:
     def _keep(self, memory: Bytes) -> None:
         self._kept[memory.ctypes.data] = memory
         for address in list(self._kept):
-            if sum(map(len, list(self._kept.values()))) <= self._kept_bytes:
+            if sum(map(len, self._kept.copy().values())) <= self._kept_bytes:
                 return
             self._kept.pop(address, None)
 

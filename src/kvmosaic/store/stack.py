@@ -91,7 +91,10 @@ class TierStack:
             except OSError as error:
                 self._complain(tier, "read", error)
                 continue
-            absent.update((level, key) for key, found in zip(wanted, held, strict=True) if not found)
+            for key in (key for key, found in zip(wanted, held, strict=True) if not found):
+                absent.add((level, key))
+                if self.index.holds(key, tier.name):  # the remote store dropped it, and told nobody
+                    self._forget(level, key)
         return absent
 
     def lasting(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:

@@ -95,7 +95,8 @@ class BlockSalts:
             request._block_hasher = self._hash
 
     def add(self, salt: bytes, first: int, end: int | None = None) -> None:
-        """Salt the hashes of blocks ``first .. end-1``, or of all from ``first`` on, also those not full yet."""
+        """Salt the hashes of blocks ``first .. end-1``, or of all from ``first`` on, also those not full yet.
+        Never the same salt twice: that would undo it."""
         number = int.from_bytes(hashlib.sha256(salt).digest(), "big")
         self._salts.append((first, math.inf if end is None else end, number))
         hashes = self._request.block_hashes
@@ -222,13 +223,15 @@ def graph_size(runner: Any, tokens: int) -> int | None:
 
 @contextmanager
 def graph_inputs(
-    runner: Any, tokens: torch.Tensor, positions: torch.Tensor
+    runner: Any, tokens: torch.Tensor, positions: torch.Tensor, count: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The memory that CUDA graphs read their inputs from, holding these; the step in progress has its own back
-    afterwards."""
-    places = [part[: len(tokens)] for part in (runner.input_buffers.input_ids, runner.input_buffers.positions)]
+    """The memory that CUDA graphs read their inputs from, holding these, of which the first ``count`` are no padding;
+    the step in progress has its own back afterwards."""
+    buffers = runner.input_buffers
+    places = [part[: len(tokens)] for part in (buffers.input_ids, buffers.positions, buffers.is_padding)]
     before = [place.clone() for place in places]
-    for place, values in zip(places, (tokens, positions), strict=True):
+    padding = torch.arange(len(tokens), device=tokens.device) >= count
+    for place, values in zip(places, (tokens, positions, padding), strict=True):
         place.copy_(values)
     try:
         yield places[0], places[1]

@@ -13,6 +13,7 @@ from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.rotary import LayerRotary
 from kvmosaic.engines.vllm.blocks import KV, Part, RequestBlocks
 from kvmosaic.engines.vllm.compat import paged_cache
+from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import VllmTable
 from kvmosaic.engines.vllm.rows import Row
 from kvmosaic.engines.vllm.sparse import SparseForward
@@ -33,7 +34,7 @@ class KernelBlocks(RequestBlocks):
 
     @classmethod
     def open(
-        cls, forward: SparseForward, rotary: Sequence[LayerRotary | None], tails: WindowTails
+        cls, forward: SparseForward, rotary: Sequence[LayerRotary | None], tails: WindowTails, ranks: Ranks
     ) -> "KernelBlocks | None":
         """``None`` when the cache is packed or quantised, or keys turn in ways the kernel does not know."""
         layers = [paged_cache(layer) for layer in forward.layers]
@@ -54,7 +55,7 @@ class KernelBlocks(RequestBlocks):
         caches = PagedCaches(layers, first.head_size, tables, next(iter(columns), None))
         if not _reads_what_the_backend_wrote(forward, caches):
             return None
-        forward.use_tiles()
+        forward.use_tiles(ranks)
         return cls(forward, caches, tails)
 
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:

@@ -85,7 +85,7 @@ class ChunkLoader:
         self._scratch: Sequence[Sequence[int]] = [range(1, 9) for _ in forward.block_sizes]  # block 0 is never used
         rotary = measure_rotary(forward, network, self._scratch)
         self._tails = tails
-        self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary, tails) or BackendBlocks(
+        self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary, tails, ranks) or BackendBlocks(
             forward, rotary, tails, BlockReader.measure(forward, num_blocks) if config.prefix_blocks else None
         )
         self._blender = Blender(forward, self._blocks, ranks)

@@ -129,8 +129,7 @@ class PrefixScheduler:
             exact.end = max(exact.end, self._stored_until(exact, num_local))
         if self._is_cut:
             for part in range(index, exact.end // self.part):
-                if part not in exact.cut_from:
-                    self._salt(exact, part, max(num_local, part * self.part))
+                self._salt(exact, part, max(num_local, part * self.part))
         return exact.end - num_local
 
     def allocated(self, request: Any, blocks: Any, num_external: int, work: StepWork) -> None:
@@ -231,9 +230,13 @@ class PrefixScheduler:
     def _salt(self, exact: _Exact, index: int, start: int) -> None:
         """Keep a part's blocks from token ``start`` on for prompts that have all of the part. vLLM would otherwise
         hand the first of them to prompts that go on differently, which look back at what was not brought."""
+        # A request that was preempted may find less in vLLM's cache when it comes back.
+        end = exact.cut_from.get(index, (index + 1) * self.part)
+        if start >= end:
+            return
         digest = self._digest(exact, index)
         exact.salts = exact.salts or BlockSalts(exact.request)
-        exact.salts.add(digest, start // self._hash_block_size, (index + 1) * self.part // self._hash_block_size)
+        exact.salts.add(digest, start // self._hash_block_size, end // self._hash_block_size)
         exact.cut_from[index] = start
         self._cut[digest] = None
         while len(self._cut) > REMEMBERED:

@@ -29,6 +29,7 @@ from kvmosaic.engines.vllm.compat import (
     no_adapters,
     write_rows,
 )
+from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rows import PagedTokens, Row, by_sequence
 from kvmosaic.engines.vllm.tiles import TileAttention
 
@@ -58,9 +59,16 @@ class SparseForward:
             for index, group in enumerate(self._kv_cache_config.kv_cache_groups)
             for name in group.layer_names
         }
+        # On a CPU, vLLM's compiled code is traced for its own steps only; that of multimodal models takes embeddings.
+        self._runs_compiled = runner.device.type != "cpu" and not getattr(runner, "supports_mm_inputs", False)
         self._most_rows = vllm_config.scheduler_config.max_num_seqs
         """Backends are made for so many sequences."""
         self._tiles: TileAttention | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence there may be."""
+        return int(self._config.model_config.max_model_len)
 
     @property
     def device(self) -> torch.device:
@@ -131,10 +139,10 @@ class SparseForward:
             for table, size in zip(tables, self.block_sizes, strict=True)
         ]
 
-    def use_tiles(self) -> None:
+    def use_tiles(self, ranks: Ranks) -> None:
         """From now on attention may read the cache by our own kernel, where that is faster."""
         if all(map(is_plain_attention, self.layers)) and len({layer.num_heads for layer in self.layers}) == 1:
-            self._tiles = TileAttention(self, self._kv_cache_config.num_blocks)
+            self._tiles = TileAttention(self, self._kv_cache_config.num_blocks, ranks)
 
     def metadata(self, rows: Sequence[Row]) -> dict[str, Any]:
         """What the backends of all layers need to know of virtual sequences."""
@@ -213,7 +221,7 @@ class SparseForward:
         device = self.device
         sequences = by_sequence(rows)
         count = sum(len(row.tokens) for row in rows)
-        size = graph_size(self._runner, count) if graphs else None
+        size = graph_size(self._runner, count) if graphs and self._runs_compiled else None
         padding = (0, (size or count) - count)
         tiles = self._tiles if self._in_tiles(rows) or len(rows) > self._most_rows else None
         queries = None if tiles is None else tiles.queries(sequences)
@@ -242,11 +250,13 @@ class SparseForward:
                 self._config,
                 num_tokens=len(tokens),
                 slot_mapping=build_slot_mappings_by_layer(torch.from_numpy(slots).to(device), self._kv_cache_config),
-                # On a CPU, vLLM's compiled code is traced for its own steps only.
-                skip_compiled=device.type == "cpu",
+                skip_compiled=not self._runs_compiled,
                 **graph_context(size),
             ),
-            nullcontext(inputs) if size is None else graph_inputs(self._runner, *inputs) as (input_ids, places),
+            nullcontext(inputs) if size is None else graph_inputs(self._runner, *inputs, count) as (
+                input_ids,
+                places,
+            ),
         ):
             hidden = self._runner.model(
                 input_ids=input_ids, positions=places, intermediate_tensors=None, inputs_embeds=None

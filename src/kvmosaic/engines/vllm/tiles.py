@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvmosaic.engines.vllm.compat import paged_cache
+from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rows import PagedTokens, Row, by_sequence
 from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, sparse_attention
 
@@ -24,13 +25,14 @@ CONTEXT_TOKENS, RUN_TOKENS, REPEATS = 8192, 1024, 5
 class TileAttention:
     """Attends by tiles of tokens, which need not be neighbours."""
 
-    def __init__(self, forward: "SparseForward", num_blocks: int) -> None:
+    def __init__(self, forward: "SparseForward", num_blocks: int, ranks: Ranks) -> None:
         """Nobody uses any of the ``num_blocks`` blocks yet."""
         layer = forward.layers[0]
         self._group = layer.num_heads // layer.num_kv_heads
         self._tokens = ROWS // self._group
         self._device = forward.device
-        self.slowdown = self._measure(forward, num_blocks)
+        # Ranks have to decide alike, or they would wait for each other in different passes.
+        self.slowdown = ranks.first(self._measure(forward, num_blocks))
         """How much longer our kernel takes for one run than the backend does."""
 
     def is_cheaper(self, rows: Sequence[Row]) -> bool:
@@ -49,8 +51,8 @@ class TileAttention:
         sparse_attention(q, paged_cache(layer), queries, layer.impl.scale, layer.sliding_window, out)
 
     def _measure(self, forward: "SparseForward", num_blocks: int) -> float:
-        layer, size = forward.layers[0], forward.block_sizes[0]
-        context = min(CONTEXT_TOKENS, (num_blocks - 1) * size)
+        layer, size = forward.layers[forward.full_layers[0] if forward.full_layers else 0], forward.block_sizes[0]
+        context = min(CONTEXT_TOKENS // size, forward.max_tokens // size, num_blocks - 1) * size
         tokens = min(RUN_TOKENS, context)
         row = Row(range(tokens), context - tokens, [range(1, context // size + 1)])
         dtype = paged_cache(layer).dtype
