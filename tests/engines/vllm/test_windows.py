@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.engines.vllm.conftest import SMALL
@@ -143,3 +144,27 @@ def test_a_policy_that_looks_inside_is_not_given_half_a_chunk(llm):
     short = [(0, 20), (20, 20 + TAIL), (20 + TAIL, len(tokens))]  # all of it is kept
     [output] = ask(llm, tokens, boundaries=short, recompute_ratio=0.2, policy="random", report=True)
     assert output.kv_transfer_params.get("fallback_reason") != "window"
+
+
+def test_a_preempted_request_leaves_no_half_part_to_others(llm):
+    """It began behind blocks that vLLM had, whole, and comes back when they are gone: then it is brought all of it,
+    less the windows."""
+    tokens, shared = draw(PART + 50), PART // 2
+    forget(llm)
+    ask(llm, tokens)
+    forget(llm)
+    ask(llm, tokens[:shared] + draw(20))
+    engine = llm.llm_engine
+    sampling = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    engine.add_request("preempted", {"prompt_token_ids": tokens}, sampling)
+    for _ in range(3):
+        engine.step()
+    assert engine.engine_core.engine_core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    spoil_free_blocks(llm)
+    while engine.has_unfinished_requests():
+        engine.step()
+    other = tokens[:shared] + draw(20)
+    [ours] = ask(llm, other)
+    forget(llm)
+    [wanted] = ask(llm, other, chunk_cache=False)
+    close(ours, wanted)
