@@ -1,8 +1,15 @@
 """Shared fixtures: the real small model and its tokenizer."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
+import torch
+
+if not torch.cuda.is_available() and find_spec("vllm") is None:
+    # Our kernels run in Triton's interpreter, which has to be known before anything imports Triton; vLLM's must not.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.models import resolve

@@ -1,15 +1,11 @@
 """The Triton kernel against its torch reference: on a GPU where there is one, else in Triton's interpreter."""
 
-import os
 import random
 
 import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel's module is imported
-
 pytest.importorskip("triton")
 from kvmosaic.core.rotation import RotaryColumns  # noqa: E402
 from kvmosaic.core.window import WHOLE, WindowTails  # noqa: E402

@@ -1,6 +1,5 @@
 """The kernel against attention in fp64: on a GPU where there is one, else in Triton's interpreter."""
 
-import os
 import random
 
 import numpy as np
@@ -8,9 +7,6 @@ import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel's module is imported
-
 pytest.importorskip("triton")
 from kvmosaic.kernels.sparse_attention import (  # noqa: E402
     Asking,

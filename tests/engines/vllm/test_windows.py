@@ -105,7 +105,8 @@ def forget(llm):
 
 
 @pytest.mark.parametrize("params", [{"boundaries": CHUNK}, {}], ids=["chunk", "prefix"])
-def test_what_vllm_has_of_the_beginning_is_not_continued_with(llm, params):
+@pytest.mark.parametrize("is_known", [False, True], ids=["unexpected", "known"])
+def test_what_vllm_has_of_the_beginning_is_not_continued_with(llm, params, is_known):
     tokens = draw(PART + 50)
     forget(llm)
     ask(llm, tokens, **params)
@@ -119,6 +120,8 @@ def test_what_vllm_has_of_the_beginning_is_not_continued_with(llm, params):
     cached = sorted(block.block_id for block in pool.blocks if block.block_hash)
     pool.evict_blocks(set(cached[3:]))
     worker.cache.store.clear(lambda key: True)
+    if is_known:
+        ask(llm, draw(3))  # with this step the scheduler hears of it
     [partly] = ask(llm, tokens, **params)
     forget(llm)
     [wanted] = ask(llm, tokens, chunk_cache=False)
