@@ -7,8 +7,9 @@ import torch
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
 
-import kvmosaic.engines.vllm.blocks as blocks
+import kvmosaic.engines.vllm.backend_blocks as backend_blocks
 import kvmosaic.engines.vllm.connector as connector
+import kvmosaic.engines.vllm.kernel_blocks as kernel_blocks
 import kvmosaic.engines.vllm.sparse as sparse
 from kvmosaic.engines.vllm.self_test import self_test
 from tests.engines.vllm.conftest import SMALL
@@ -30,8 +31,8 @@ def start(model="smollm2-135m", **settings):
 
 
 def keys_not_turned(patch):
-    patch.setattr(blocks, "rotate_", lambda *_: None)
-    patch.setattr(blocks, "scatter", without_positions(blocks.scatter))
+    patch.setattr(backend_blocks, "rotate_", lambda *_: None)
+    patch.setattr(kernel_blocks, "scatter", without_positions(kernel_blocks.scatter))
 
 
 def without_positions(scatter):
@@ -55,7 +56,7 @@ def first_tokens_left_out(patch):
 
         return without_them
 
-    for kind in (blocks.BackendBlocks, blocks.KernelBlocks):
+    for kind in (backend_blocks.BackendBlocks, kernel_blocks.KernelBlocks):
         patch.setattr(kind, "place", spoilt(kind.place))
 
 
