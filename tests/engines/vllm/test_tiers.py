@@ -174,7 +174,7 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, worker_side, 
                 continue  # the end of the system prompt
             with reference.engine.session():
                 [found] = reference.chunk_cache.find_or_fill([entry.tokens], entry.context, 200)
-            difference_within(entry, loader._blender._rotary, position, blocks, lambda *rows: 1e-4)
+            difference_within(entry, loader.rotary, position, blocks, lambda *rows: 1e-4)
             difference_within(
                 found.entry,
                 reference.engine._rotary,

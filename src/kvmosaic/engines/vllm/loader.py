@@ -83,7 +83,8 @@ class ChunkLoader:
         self._forward = forward
         self._ranks = ranks
         self._scratch: Sequence[Sequence[int]] = [range(1, 9) for _ in forward.block_sizes]  # block 0 is never used
-        rotary = measure_rotary(forward, network, self._scratch)
+        rotary = self.rotary = measure_rotary(forward, network, self._scratch)
+        """How the keys of each layer turn."""
         self._tails = tails
         self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary, tails, ranks) or BackendBlocks(
             forward, rotary, tails, BlockReader.measure(forward, num_blocks) if config.prefix_blocks else None
