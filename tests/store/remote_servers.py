@@ -67,6 +67,10 @@ class Process:
             assert self._process.stdout is not None
             assert self._process.stdout.readline() == "ready\n"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
@@ -110,7 +114,8 @@ class Mooncake:
 
     kind = "mooncake"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **more: int) -> None:
+        """``more`` are options of the master."""
         if find_spec("mooncake") is None:
             missing("there is no package mooncake-transfer-engine-non-cuda")
         try:
@@ -127,7 +132,7 @@ class Mooncake:
             "client_ttl": CLIENT_TTL_S,
             "rpc_thread_num": 2,
             "logtostderr": 1,
-        }
+        } | more
         program = str(Path(store.__file__).with_name("mooncake_master"))
         self.server = Process([program, *(f"--{name}={value}" for name, value in options.items())], folder, self.port)
         self.holder = Process([sys.executable, "-c", HOLDER, f"127.0.0.1:{self.port}"], folder, None)

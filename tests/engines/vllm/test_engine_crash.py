@@ -14,11 +14,12 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvmosaic.core.remote_url import RemoteUrl
+from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.remote.resp import Connection
 from tests.engines.vllm.stalling_link import StallingLink
 from tests.engines.vllm.test_tensor_parallel import ROOT
 from tests.engines.vllm.tiny import _write
-from tests.store.remote_servers import Valkey
+from tests.store.remote_servers import Mooncake, Valkey
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -176,6 +177,59 @@ def test_engines_that_share_a_directory(model, tmp_path):
     survivor.stop()
     assert not left.exists()
     assert 1 <= verify(*where) <= 2
+
+
+def sockets(pid: int) -> set[str]:
+    """The inodes of a process's sockets."""
+    links = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(descriptor))
+    return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+
+
+def sent_unread(sender: int, receiver: int) -> bool | None:
+    """Whether one process has sent another something that it has not read yet."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").open()]
+    senders, receivers = sockets(sender), sockets(receiver)
+    ports = {line[1].rpartition(":")[2] for line in lines if line[9] in senders}
+    waiting = [line for line in lines if line[9] in receivers and line[2].rpartition(":")[2] in ports]
+    return any(int(line[4].rpartition(":")[2], 16) for line in waiting) or None
+
+
+def test_engines_that_share_holders(model, tmp_path):
+    """The holder stands still while values are on their way."""
+    pool = Mooncake(tmp_path, client_ttl=120, put_start_discard_timeout_sec=1)
+    holder, where = pool.holder, ("--remote", pool.url)
+    settings = {"remote": pool.url, "per_head_storage": True, "remote_deadline_ms": 60_000, "host_memory": FEW}
+    client = MooncakeClient(RemoteUrl.parse(pool.url), 5)
+    try:
+        writer = Engine(model, **settings)
+        for seed in range(3):
+            writer.send(draw(seed))
+        until(lambda: next(client.scan(""), None), writer.process)
+        holder.pause()
+        until(lambda: sent_unread(writer.process.pid, holder.pid), writer.process)
+        writer.kill()
+        holder.resume()
+        whole = verify(*where)
+
+        reader = Engine(model, **settings)
+        plain = served(reader)
+        assert verify(*where) >= max(whole, PARTS)
+        holder.pause()
+        reader.send(draw(0))
+        until(lambda: sent_unread(reader.process.pid, holder.pid), reader.process)
+        reader.kill()
+        holder.resume()
+        assert verify(*where) >= PARTS
+
+        survivor = Engine(model, **settings)
+        served(survivor, plain)
+        survivor.stop()
+        verify(*where)
+    finally:
+        pool.kill()
 
 
 def evicted(url: str) -> int:

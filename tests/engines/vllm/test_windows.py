@@ -4,10 +4,12 @@ import json
 import random
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.core.kv_cache_utils import get_group_id
 
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_prefix_blocks import ask, exact
@@ -112,19 +114,24 @@ def test_what_vllm_has_of_the_beginning_is_not_continued_with(llm, params, is_kn
     ask(llm, tokens, **params)
     forget(llm)
     spoil_free_blocks(llm)
+    pool = block_pool(llm)
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     [reused] = ask(llm, tokens, **params)
     assert reused.num_cached_tokens >= PART
     # Now vLLM loses all but the first blocks, and the store everything.
-    pool = block_pool(llm)
+    cached = defaultdict(list)
+    for block_id in order:  # blocks are handed out in this order
+        if block_hash := pool.blocks[block_id].block_hash:
+            cached[get_group_id(block_hash)].append(block_id)
+    pool.evict_blocks({block_id for blocks in cached.values() for block_id in blocks[3:]})
     worker = get_kv_transfer_group().loader
-    cached = sorted(block.block_id for block in pool.blocks if block.block_hash)
-    pool.evict_blocks(set(cached[3:]))
     worker.cache.store.clear(lambda key: True)
     if is_known:
         ask(llm, draw(3))  # with this step the scheduler hears of it
     [partly] = ask(llm, tokens, **params)
+    assert partly.num_cached_tokens
     forget(llm)
-    [wanted] = ask(llm, tokens, chunk_cache=False)
+    [wanted] = ask(llm, tokens, salt="computed anew", chunk_cache=False)
     close(partly, wanted)
 
 
@@ -138,7 +145,7 @@ def close(ours, theirs):
 
 def test_a_policy_that_looks_inside_is_not_given_half_a_chunk(llm):
     tokens = draw(PART + 50)
-    [wanted] = ask(llm, tokens, chunk_cache=False)
+    [wanted] = ask(llm, tokens, salt="computed anew", chunk_cache=False)
     forget(llm)
     for _ in range(2):
         [output] = ask(llm, tokens, boundaries=CHUNK, recompute_ratio=0.2, policy="random", report=True)
@@ -169,5 +176,5 @@ def test_a_preempted_request_leaves_no_half_part_to_others(llm):
     other = tokens[:shared] + draw(20)
     [ours] = ask(llm, other)
     forget(llm)
-    [wanted] = ask(llm, other, chunk_cache=False)
+    [wanted] = ask(llm, other, salt="computed anew", chunk_cache=False)
     close(ours, wanted)
