@@ -9,7 +9,7 @@ from kvmosaic.core.window import WindowTails, reachable_block_mask, reachable_ta
 @given(st.integers(0, 700), st.integers(1, 32), st.integers(1, 200), st.integers(1, 12), st.integers(0, 2))
 def test_the_mask_has_exactly_the_blocks_that_a_later_token_sees(tokens, block, window, blocks, extra):
     segment = blocks * block
-    mask = reachable_block_mask(tokens, block, window, segment, extra)
+    mask = reachable_block_mask(tokens, block, reachable_tail(window, block, extra), segment)
     assert len(mask) == tokens // segment * blocks  # nothing beyond the last boundary
     boundaries = range(segment, tokens + 1, segment)
     seen = set()
@@ -28,7 +28,7 @@ def test_the_mask_has_exactly_the_blocks_that_a_later_token_sees(tokens, block, 
 def test_the_tail_is_the_masks_last_blocks(block, window, extra):
     tail = reachable_tail(window, block, extra)
     segment = tail + 3 * block
-    mask = reachable_block_mask(segment, block, window, segment, extra)
+    mask = reachable_block_mask(segment, block, tail, segment)
     assert mask == [False] * 3 + [True] * (tail // block)
     assert tail >= window - 1
 

@@ -9,15 +9,13 @@ def reachable_tail(window: int, block_size: int, extra_blocks: int = 0) -> int:
     return (-(-(window - 1) // block_size) + extra_blocks) * block_size
 
 
-def reachable_block_mask(
-    num_tokens: int, block_size: int, window: int, segment: int, extra_blocks: int = 0
-) -> list[bool]:
-    """Which blocks of a sequence are worth storing for a layer with a sliding ``window``, where sequences are only
-    ever continued at multiples of ``segment`` tokens: the tail of each segment, and nothing beyond the last of them.
-    ``segment`` is a multiple of ``block_size``. For the ``extra_blocks`` see :func:`reachable_tail`."""
-    assert segment % block_size == 0
+def reachable_block_mask(num_tokens: int, block_size: int, tail: int, segment: int) -> list[bool]:
+    """Which blocks of a sequence are worth storing for layers of which a :func:`reachable_tail` is seen, where
+    sequences are only ever continued at multiples of ``segment`` tokens: the tail of each segment, and nothing beyond
+    the last of them. ``segment`` and ``tail`` are multiples of ``block_size``."""
+    assert segment % block_size == tail % block_size == 0
     per_segment = segment // block_size
-    skipped = per_segment - reachable_tail(window, block_size, extra_blocks) // block_size
+    skipped = per_segment - tail // block_size
     return [index % per_segment >= skipped for index in range(num_tokens // segment * per_segment)]
 
 

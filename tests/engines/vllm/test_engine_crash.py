@@ -114,15 +114,20 @@ def half_written(folder: Path) -> Path | None:
     return None
 
 
+def opened(pid: int) -> list[str]:
+    """What a process has open."""
+    links = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(descriptor))
+    return links
+
+
 def stopped_reading(process) -> str | None:
     """The entry that a process has open, if it could be stopped before it closed it."""
 
     def entries():
-        links = []
-        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                links.append(os.readlink(descriptor))
-        return [link for link in links if link.endswith(".safetensors")]
+        return [link for link in opened(process.pid) if link.endswith(".safetensors")]
 
     def is_stopped():
         threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
@@ -181,16 +186,12 @@ def test_engines_that_share_a_directory(model, tmp_path):
 
 def sockets(pid: int) -> set[str]:
     """The inodes of a process's sockets."""
-    links = []
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):
-            links.append(os.readlink(descriptor))
-    return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    return {link.removeprefix("socket:[").removesuffix("]") for link in opened(pid) if link.startswith("socket:")}
 
 
 def sent_unread(sender: int, receiver: int) -> bool | None:
     """Whether one process has sent another something that it has not read yet."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").open()]
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     senders, receivers = sockets(sender), sockets(receiver)
     ports = {line[1].rpartition(":")[2] for line in lines if line[9] in senders}
     waiting = [line for line in lines if line[9] in receivers and line[2].rpartition(":")[2] in ports]

@@ -5,10 +5,12 @@ reports that it is gone. Blended blocks are good for no other prompt and never a
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
+from kvmosaic.core.window import reachable_block_mask
 from kvmosaic.engines.vllm.compat import event_hash, resolve_block_hashes, sliding_window, spec_kind, windowed_kind
 
 MEDIUM = "KVMOSAIC"
@@ -112,7 +114,7 @@ class PrefixEvents:
     def _announce(self, digest: bytes, part: _Part) -> None:
         self._announced[digest] = part.hashes
         for index, group in enumerate(self._groups):
-            skipped = self._skipped_blocks(group)
+            skipped = self._stored(group).index(True)
             self._events.append(
                 BlockStored(
                     block_hashes=part.hashes[skipped:],
@@ -132,9 +134,10 @@ class PrefixEvents:
     def _take_back(self, digest: bytes) -> None:
         hashes = self._announced.pop(digest)
         for index, group in enumerate(self._groups):
-            gone = hashes[self._skipped_blocks(group) :]
+            gone = list(compress(hashes, self._stored(group)))
             self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM, group_idx=index))
 
-    def _skipped_blocks(self, group: EventGroup) -> int:
-        """Blocks at the beginning of each part that a group does not keep."""
-        return 0 if group.kept is None else (self._part - group.kept) // self._block_size
+    def _stored(self, group: EventGroup) -> list[bool]:
+        """Which blocks of each part a group keeps: its last ones."""
+        kept = self._part if group.kept is None else group.kept
+        return reachable_block_mask(self._part, self._block_size, kept, self._part)
