@@ -85,10 +85,9 @@ class ChunkConnector(KVConnectorBase_V1):
                 part_tokens(self._reach),
                 self._tail,
             )
-            wanted, prefixes = vllm_config.kv_events_config, self.scheduler._prefixes
-            if wanted is not None and wanted.enable_kv_cache_events and prefixes is not None:
-                block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-                self._events = prefixes.announce(block_size, event_groups(kv_cache_config, self._tail))
+            wanted = vllm_config.kv_events_config
+            if wanted is not None and wanted.enable_kv_cache_events:
+                self._events = self.scheduler.announce(event_groups(kv_cache_config, self._tail))
 
     # --- scheduler side
 

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +15,7 @@ from kvmosaic.engines.vllm.backlog import FillBacklog
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import BlockSalts, count_cached_tokens
 from kvmosaic.engines.vllm.cost import Line
+from kvmosaic.engines.vllm.events import EventGroup, PrefixEvents
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, PrefixLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
 from kvmosaic.engines.vllm.planner import Plan, Planner
@@ -81,6 +83,10 @@ class ChunkScheduler:
             if config.prefix_blocks
             else None
         )
+
+    def announce(self, groups: Sequence[EventGroup]) -> PrefixEvents | None:
+        """Have events made of the exact prefix blocks that are stored from now on, if any are."""
+        return None if self._prefixes is None else self._prefixes.announce(self._block_size, groups)
 
     def add(self, request: Any) -> None:
         """Parse a new request. From its first block with chunk tokens on, its block hashes are made its own."""
