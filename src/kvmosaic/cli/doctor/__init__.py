@@ -12,10 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, runtime, vllm
-from kvmosaic.cli.doctor.model import model_rows
 from kvmosaic.cli.doctor.row import Row, guard
-from kvmosaic.cli.doctor.settings import disk_tier, host_memory, load_settings, profile, remote_tier
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table
 
 
@@ -54,6 +51,11 @@ def _quiet_and_offline() -> Iterator[None]:
 
 
 def _checks(model: str | None, processes: int) -> Iterator[Row]:
+    # Here, as they bring torch along, which other commands should not wait for.
+    from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, runtime, vllm
+    from kvmosaic.cli.doctor.model import model_rows
+    from kvmosaic.cli.doctor.settings import disk_tier, host_memory, load_settings, profile, remote_tier
+
     settings, row = load_settings()
     yield from guard("Python, torch", runtime())
     yield from guard("accelerator", accelerator(settings))
