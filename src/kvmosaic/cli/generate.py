@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json
+from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import PromptError
 
 
@@ -29,14 +30,16 @@ def generate(
     json: JsonOption = False,
 ) -> None:
     """Answer one prompt, reusing the documents that were seen before."""
-    from kvmosaic.hf import LLM  # here, because importing it takes seconds
-
     given = {"disk_path": disk_path, "remote": remote, "recompute_ratio": recompute_ratio, "policy": policy}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     documents = [_read(path) for path in document or ()]
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise PromptError("the prompt is empty; give at least one token")
+    load_config(**settings)  # what is wrong with them should not take seconds to be said
+
+    from kvmosaic.hf import LLM  # which takes seconds
+
     with console.status(f"loading {model}"):
         llm = LLM(model, enable_chunk_cache=True, **settings)
     with llm:
