@@ -118,7 +118,7 @@ class ChunkStorageManager:
     def put(self, entry: ChunkKV) -> bool:
         """Store an entry; a no-op when its key is there. Whether at least one tier has it."""
         stack, key = self._stack, entry.key
-        if stack.contains(key):
+        if stack.contains(key, far=False):  # of far tiers the writer asks, for which nobody has to wait
             return True
         with self._lock:
             if stack.size(0, key) is not None or stack.writer.get(key) is not None:

@@ -62,13 +62,13 @@ class TierStack:
             self._complain(self.tiers[level], "read", error)
             return None
 
-    def contains(self, key: ChunkKey) -> bool:
-        """Whether ``key`` is in some tier, or on its way to one."""
+    def contains(self, key: ChunkKey, far: bool = True) -> bool:
+        """Whether ``key`` is in some tier, or on its way to one. Far tiers are asked only if ``far``."""
         # In the order entries move, so that one on the move is not missed.
         if self.size(0, key) is not None or self.writer.get(key) is not None:
             return True
-        for level in range(1, len(self.tiers)):
-            size = self.size(level, key)
+        for level, tier in enumerate(self.tiers[1:], start=1):
+            size = None if tier.is_far and not far else self.size(level, key)
             if size is not None:
                 if not self.index.holds(key, self.tiers[level].name):  # another process wrote it
                     with self.lock:

@@ -167,15 +167,20 @@ class _Registered:
 
     def __init__(self, store: Any, buffers: Sequence[Bytes]) -> None:
         self._store = store
-        self._buffers = buffers
+        self._ranges: list[tuple[int, int]] = []
+        """Addresses, from and to; heads of an entry stand side by side, and are one range."""
+        for start, end in sorted((buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes) for buffer in buffers):
+            if self._ranges and self._ranges[-1][1] == start:
+                start = self._ranges.pop()[0]
+            self._ranges.append((start, end))
 
     def __enter__(self) -> None:
-        for buffer in self._buffers:
-            self._store.register_buffer(buffer.ctypes.data, buffer.nbytes)
+        for start, end in self._ranges:
+            self._store.register_buffer(start, end - start)
 
     def __exit__(self, *_: object) -> None:
-        for buffer in self._buffers:
-            self._store.unregister_buffer(buffer.ctypes.data)
+        for start, _end in self._ranges:
+            self._store.unregister_buffer(start)
 
 
 def _ask_master(url: RemoteUrl, what: str, patience_s: float) -> str:
