@@ -3,14 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm servers lint clean
+.PHONY: demo test test-main test-vllm servers lint clean
 
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
 
-test: $(VENV)/.dev servers lint
+# Both suites at once: one core each is far better used than two by one of them.
+test: export OMP_NUM_THREADS ?= 1
+test: export VLLM_CPU_OMP_THREADS_BIND ?= nobind
+test: $(VENV)/.dev $(VENV)-vllm/.ready servers lint
+	$(MAKE) --jobs=2 --output-sync=line test-main test-vllm
+
+test-main: $(VENV)/.dev
 	$(BIN)/python -m pytest
-	$(MAKE) test-vllm
 
 # What tests of remote tiers start: installs it where that is allowed, and else says so.
 servers:

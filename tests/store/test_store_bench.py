@@ -32,11 +32,13 @@ def test_rows_of_a_remote_tier(tier: RemoteTier, server: Valkey | Mooncake, tmp_
     names = {(row["tier"], row["operation"]) for row in moved}
     assert names == {(name, operation) for name in ("host", "disk", server.kind) for operation in ("put", "get")}
     for row in moved:
-        assert row["ratio"] == pytest.approx(row["ours_mb_per_s"] / row["plain_mb_per_s"])
+        assert min(row["ratio"], row["ours_mb_per_s"], row["plain_mb_per_s"]) > 0
         assert row["plain"]
-    [lookup] = [row for row in rows if "lookup" in row]
-    assert (lookup["lookup"], lookup["keys"]) == (server.kind, 2048)
-    assert lookup["ms"] > 0
+    lookups = [row for row in rows if "lookup" in row]
+    assert {row["plain"] for row in lookups} == {row["plain"] for row in moved if row["tier"] == server.kind}
+    for row in lookups:
+        assert (row["lookup"], row["keys"]) == (server.kind, 2048)
+        assert min(row["ratio"], row["ours_ms"], row["plain_ms"]) > 0
     # Of the user's entries none was touched, and of its own none is left.
     assert [info.key for info in tier.scan()] == [users.key]
     found = tier.get(users.key)

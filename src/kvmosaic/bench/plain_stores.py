@@ -48,6 +48,14 @@ class PlainStore(ABC):
         """Let go of connections."""
 
 
+class PlainServer(PlainStore):
+    """A store that is another process."""
+
+    @abstractmethod
+    def exists(self, keys: Sequence[str]) -> int:
+        """How many of ``keys``, anybody's, are there."""
+
+
 class Memory(PlainStore):
     """A copy there, and one back."""
 
@@ -95,7 +103,7 @@ class Files(PlainStore):
             path.unlink(missing_ok=True)
 
 
-class Wire(PlainStore):
+class Wire(PlainServer):
     """SET and GET over one connection, those of an entry sent together; values are received where they belong."""
 
     title = "SET/GET on a socket"
@@ -117,6 +125,10 @@ class Wire(PlainStore):
             lengths = [self._connection.value_into(partial(_into, target)) for target in targets]
             assert lengths == [target.nbytes for target in targets], f"the server would not return values: {lengths}"
 
+    def exists(self, keys: Sequence[str]) -> int:
+        self._connection.send([("EXISTS", key) for key in keys])
+        return [self._connection.reply() for _ in keys].count(1)
+
     def clean(self) -> None:
         self._connection.send([("UNLINK", *(key for keys in self._keys for key in keys))])
         self._connection.reply()
@@ -125,7 +137,7 @@ class Wire(PlainStore):
         self._connection.close()
 
 
-class RedisPackage(PlainStore):
+class RedisPackage(PlainServer):
     """The servers' official client, a pipeline per entry. It returns values in memory of its own."""
 
     title = "redis-py"
@@ -154,6 +166,12 @@ class RedisPackage(PlainStore):
                 pipeline.get(key)
             assert [len(value) for value in pipeline.execute()] == [target.nbytes for target in targets]
 
+    def exists(self, keys: Sequence[str]) -> int:
+        pipeline = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.exists(key)
+        return sum(pipeline.execute())
+
     def clean(self) -> None:
         self._client.unlink(*(key for keys in self._keys for key in keys))
 
@@ -161,7 +179,7 @@ class RedisPackage(PlainStore):
         self._client.close()
 
 
-class Mooncake(PlainStore):
+class Mooncake(PlainServer):
     """A client of the library, a batch per entry, from and into memory that was registered once."""
 
     title = "batch_put_from/batch_get_into"
@@ -187,6 +205,9 @@ class Mooncake(PlainStore):
             codes = self._store.batch_get_into(list(keys), pointers, lengths)
             assert codes == lengths, f"Mooncake would not return values: {codes}"
 
+    def exists(self, keys: Sequence[str]) -> int:
+        return sum(self._store.batch_is_exist(list(keys)))
+
     def clean(self) -> None:
         self._store.batch_remove([key for keys in self._keys for key in keys], True)
 
@@ -200,14 +221,14 @@ def _into(target: npt.NDArray[np.uint8], _: int) -> list[npt.NDArray[np.uint8]]:
     return [target]
 
 
-def plain_stores(url: str, sent: Values, received: Values, names: str) -> list[PlainStore]:
+def plain_stores(url: str, sent: Values, received: Values, names: str) -> list[PlainServer]:
     """What to measure a remote tier against. ``names`` is what all keys start with."""
     entries, values, _ = sent.shape
     keys = [[f"{names}:{entry}:{value}" for value in range(values)] for entry in range(entries)]
     parsed = RemoteUrl.parse(url)
     if parsed.kind == "mooncake":
         return [Mooncake(sent, received, keys, parsed)]
-    found: list[PlainStore] = [Wire(sent, received, keys, parsed)]
+    found: list[PlainServer] = [Wire(sent, received, keys, parsed)]
     if find_spec("redis") is not None:
         found.append(RedisPackage(sent, received, keys, parsed))
     return found

@@ -100,7 +100,8 @@ def store(
     print_table(title, moved[0], (row.values() for row in moved), json=json)
     for row in result["rows"]:
         if "lookup" in row:
-            print_line(f"look-up of {row['keys']} keys, {row['lookup']}: {row['ms']:.1f} ms", json)
+            took = f"{row['ours_ms']:.1f} ms, {row['plain']} {row['plain_ms']:.1f} ms"
+            print_line(f"look-up of {row['keys']} keys, {row['lookup']}: {took}", json)
     if json:
         print_json(result)
 

@@ -23,7 +23,7 @@ class Incoming(Protocol):
         together have ``nbytes`` bytes."""
 
     def received(self, index: int) -> None:
-        """Value ``index`` is there. Others may be on their way meanwhile."""
+        """Value ``index`` is there. Others may be on their way meanwhile, or be told of by other threads."""
 
 
 class RefusedError(OSError):
@@ -49,9 +49,9 @@ class RemoteClient(ABC):
 
     @abstractmethod
     def put(self, keys: Sequence[str], values: Sequence[Callable[[], Value]]) -> list[str | None]:
-        """Store values, each as a whole or not at all. They are asked for when it is their turn, maybe repeatedly, so
-        that one can be made while another is on its way. For each key ``None``, or in a few words why it was
-        refused. A value that was there may stay: values of one key are equal."""
+        """Store values, each as a whole or not at all. They are asked for when it is their turn, maybe repeatedly and
+        by several threads, so that one can be made while another is on its way. For each key ``None``, or in a few
+        words why it was refused. A value that was there may stay: values of one key are equal."""
 
     @abstractmethod
     def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:

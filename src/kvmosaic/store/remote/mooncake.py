@@ -85,7 +85,8 @@ class MooncakeClient(RemoteClient):
         return [sizes.get(key) or None for key in keys]
 
     def put(self, keys: Sequence[str], values: Sequence[Callable[[], Value]]) -> list[str | None]:
-        parts = [[np.frombuffer(part, np.uint8) for part in value()] for value in values]
+        made = self._threads.map(values)
+        parts = [[np.frombuffer(part, np.uint8) for part in value] for value in made]
         config = self._library.ReplicateConfig()
         config.group_ids = [group_of(key) for key in keys]
         with self._store() as store, _Registered(store, list(chain.from_iterable(parts))):
@@ -102,8 +103,7 @@ class MooncakeClient(RemoteClient):
         _check(codes)
         for (index, size), code in zip(there, codes, strict=True):
             lengths[index] = size if code == size else ABSENT if code == NOT_FOUND else FAILED
-            if code == size:
-                incoming.received(index)
+        self._threads.map([partial(incoming.received, index) for index, length in enumerate(lengths) if length > 0])
         return lengths
 
     def delete(self, keys: Sequence[str]) -> None:
