@@ -12,7 +12,7 @@ demo: $(VENV)/.hf
 test: export OMP_NUM_THREADS ?= 1
 test: export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 test: $(VENV)/.dev $(VENV)-vllm/.ready servers lint
-	$(MAKE) --jobs=2 --output-sync=line test-main test-vllm
+	$(MAKE) --jobs=2 test-main test-vllm
 
 test-main: $(VENV)/.dev
 	$(BIN)/python -m pytest
