@@ -116,7 +116,8 @@ class ChunkStorageManager:
         return self._stack.lasting(list(keys))
 
     def put(self, entry: ChunkKV) -> bool:
-        """Store an entry; a no-op when its key is there. Whether at least one tier has it."""
+        """Store an entry; a no-op when its key is there already. A tier on another machine is asked later, before
+        anything is sent there. Whether at least one tier has it."""
         stack, key = self._stack, entry.key
         if stack.contains(key, far=False):  # of far tiers the writer asks, for which nobody has to wait
             return True
