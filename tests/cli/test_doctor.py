@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvmosaic.cli import doctor
 from kvmosaic.cli.doctor import machine, model, settings
 from kvmosaic.cli.doctor.row import GIB
 from kvmosaic.cli.main import app
@@ -336,5 +335,5 @@ def test_whatever_goes_wrong_is_a_row(monkeypatch):
     def broken(*_):
         raise RuntimeError("first line\nlast line\n")
 
-    monkeypatch.setattr(doctor, "accelerator", lambda _: (broken() for _ in [0]))
+    monkeypatch.setattr(machine, "accelerator", lambda _: (broken() for _ in [0]))
     assert rows_of(status=1)["accelerator"] == ("fail", "RuntimeError", "last line")
