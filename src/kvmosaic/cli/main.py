@@ -52,7 +52,7 @@ def main() -> None:
     except (KvmosaicError, OSError) as error:
         _fail(str(error))
     except typer.TyperException as error:
-        reason = " ".join(error.format_message().split()).rstrip(".")
+        reason = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
         if reason:  # else it has just shown the help that a command without arguments stands for
             _fail(f"{reason}; see --help")
         status = 2

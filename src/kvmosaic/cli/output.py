@@ -21,7 +21,7 @@ from rich.table import Table
 console = Console(stderr=True)
 """Progress and errors."""
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, alone on stdout.")]
 ModelOption = Annotated[str, typer.Option(help="Catalog name, folder or hub name.")]
 
 

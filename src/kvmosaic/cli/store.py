@@ -1,5 +1,7 @@
 """``kvmosaic store``: look after the entries on disk or in a remote store."""
 
+import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,15 +13,17 @@ import typer
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
 from kvmosaic.cli.warm import warm
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.remote_url import without_passwords
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
     from kvmosaic.store import EntryInfo, Tier
 
 app = typer.Typer(help="Look after the entries on disk or in a remote store.", no_args_is_help=True)
 
+PATH_VARIABLE = "KVMOSAIC_DISK_PATH"
 PathOption = Annotated[
     Path | None,
-    typer.Option("--path", envvar="KVMOSAIC_DISK_PATH", help="Directory of the disk tier.", show_envvar=True),
+    typer.Option("--path", envvar=PATH_VARIABLE, help="Directory of the disk tier.", show_envvar=True),
 ]
 # Not from the environment: what purge deletes here may be many machines'.
 RemoteOption = Annotated[
@@ -37,10 +41,14 @@ def _open(path: Path | None, remote: str | None) -> "Tier":
     from kvmosaic.store.tiers.remote import open_remote_tier
 
     if remote is not None:
+        if path is not None and str(path) != os.environ.get(PATH_VARIABLE):
+            raise ConfigError("which store? give --path or --remote, not both")
+        # That it is down is what the command will end with; it does not go on without it.
+        logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.ERROR)
         try:
             return open_remote_tier(remote, REMOTE_DEADLINE_S)
         except ValueError as error:
-            raise ConfigError(f"--remote {remote}: {error}") from None
+            raise ConfigError(f"--remote {without_passwords(remote)}: {error}") from None
     if path is None:
         raise ConfigError("which store? give the disk tier's directory with --path, or a remote store with --remote")
     if not path.is_dir():
@@ -67,8 +75,8 @@ def ls(
         entries = list(_select(_open(path, remote), model, tenant))
     total = sum(entry.nbytes for entry in entries)
     print_table(
-        f"{len(entries)} entries, {total / 2**20:.1f} MB",
-        ("hash", "tenant", "model", "format", "heads", "tokens", "MB"),
+        f"{len(entries)} entries, {total / 2**20:.1f} MiB",
+        ("hash", "tenant", "model", "format", "heads", "tokens", "MiB"),
         (
             (
                 key.content_hash.hex(),
@@ -100,8 +108,8 @@ def stats(path: PathOption = None, remote: RemoteOption = None, json: JsonOption
             nbytes[entry.key.tenant, entry.key.model] += entry.nbytes
     rows = [(*owner, counts[owner], nbytes[owner]) for owner in sorted(counts)]
     print_table(
-        f"{counts.total()} entries, {nbytes.total() / 2**20:.1f} MB",
-        ("tenant", "model", "entries", "MB"),
+        f"{counts.total()} entries, {nbytes.total() / 2**20:.1f} MiB",
+        ("tenant", "model", "entries", "MiB"),
         ((tenant, model, count, f"{size / 2**20:.2f}") for tenant, model, count, size in rows),
         json=json,
     )
@@ -154,7 +162,7 @@ def purge(
     freed = sum(entry.nbytes for entry in entries)
     if everything and isinstance(tier, DiskTier):
         tier.remove_set_aside()
-    print_line(f"{len(entries)} entries deleted, {freed / 2**20:.1f} MB freed", json)
+    print_line(f"{len(entries)} entries deleted, {freed / 2**20:.1f} MiB freed", json)
     if json:
         print_json({"deleted": len(entries), "bytes": freed})
 

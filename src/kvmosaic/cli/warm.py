@@ -1,7 +1,9 @@
 """``kvmosaic store warm``: fill a corpus ahead of time."""
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from enum import Enum
 from importlib import import_module
@@ -70,6 +72,8 @@ def warm(
     total = sum(1 for _ in read_corpus(files, config.chunk_separator))
     if total == 0:
         raise PromptError(f"no documents in {', '.join(map(str, files))}")
+    if config.remote is not None:
+        _reach(config.remote, config.remote_deadline_ms / 1000)
     from kvmosaic.engines.warm import WarmCounts  # here, because importing it takes seconds
 
     with console.status(f"loading {model}"):
@@ -112,6 +116,16 @@ def _check(config: ChunkCacheConfig, engine: Engine, vllm_options: str | None) -
         raise ConfigError("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
     if engine is Engine.HF and vllm_options is not None:
         raise ConfigError("--vllm-options need --engine vllm")
+
+
+def _reach(remote: str, deadline_s: float) -> None:
+    """Make sure that a remote store is there, before a corpus is filled for nothing."""
+    from kvmosaic.store.tiers.remote import open_remote_tier
+
+    logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.ERROR)  # it would go on without it
+    with closing(open_remote_tier(remote, deadline_s)) as tier:
+        tier.check()
+    logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.NOTSET)
 
 
 def _open(engine: Engine, model: str, dtype: str, vllm_options: str, settings: dict[str, Any]) -> "Warmer":

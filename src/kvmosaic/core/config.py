@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from pydantic_settings import (
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import PROFILE_SETTINGS, broken, load_profile, profile_path
-from kvmosaic.core.remote_url import RemoteUrl
+from kvmosaic.core.remote_url import RemoteUrl, without_passwords
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +142,10 @@ def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
         raise
     except ValidationError as error:
         reasons = "; ".join(
-            f"{'.'.join(map(str, item['loc']))}={item.get('input')!r}: {item['msg']}" for item in error.errors()
+            f"{'.'.join(map(str, item['loc']))}={item.get('input')!r}: {item['msg'].removeprefix('Value error, ')}"
+            for item in error.errors()
         )
-        reasons = re.sub(r"://[^/@\s]*@", "://***@", reasons)  # a password, which must not end up in logs
-        raise ConfigError(f"invalid chunk cache settings: {reasons}") from None
+        raise ConfigError(f"invalid chunk cache settings: {without_passwords(reasons)}") from None
     except (yaml.YAMLError, TypeError, ValueError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"{CONFIG_FILE_VARIABLE}: not a YAML mapping of settings ({line})") from None

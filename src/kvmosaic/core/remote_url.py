@@ -1,5 +1,6 @@
 """Where a remote tier is: ``valkey://user@host:port/database``, ``valkeys://…`` over TLS, or ``mooncake://master:port``."""
 
+import re
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -9,6 +10,12 @@ PASSWORD_VARIABLE = "KVMOSAIC_REMOTE_PASSWORD"
 """Passwords come from the environment alone: vLLM logs its whole configuration, and process lists show arguments."""
 DEFAULT_METRICS_PORT = 9003
 EXAMPLES = "valkey://host:6379/0, redis://host:6379/0 or mooncake://host:50051"
+
+
+def without_passwords(text: str) -> str:
+    """A text with all that stands before the ``@`` of URLs made unreadable: it may be a password, which must not end
+    up in logs."""
+    return re.sub(r"://[^/@\s]*@", "://***@", text)
 
 
 class RemoteUrl(NamedTuple):

@@ -25,6 +25,7 @@ LOCAL_BUFFER_BYTES = 16 * 2**20
 """For the library's own copies, which we do not use."""
 LONGEST_CALL_S = 15.0
 """What the library may take to give up, three times over."""
+NO_ROOM = -200
 NOT_FOUND = -704
 RPC_FAILED = -900
 PAGE_KEYS = 1000
@@ -92,7 +93,7 @@ class MooncakeClient(RemoteClient):
         with self._store() as store, _Registered(store, list(chain.from_iterable(parts))):
             codes = store.batch_put_from_multi_buffers(list(keys), *_places(parts), config)
         _check(codes)
-        return [None if code >= 0 else f"Mooncake's error {code}" for code in codes]
+        return [None if code >= 0 else _refusal(code) for code in codes]
 
     def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:
         lengths = [ABSENT] * len(keys)
@@ -203,6 +204,11 @@ def _check(codes: Sequence[int]) -> None:
     """The library reports a dead master as an error of every single key."""
     if RPC_FAILED in codes:
         raise ConnectionError("the Mooncake master does not answer")
+
+
+def _refusal(code: int) -> str:
+    why = "no holder has room for it, or there is none" if code == NO_ROOM else "see its error codes"
+    return f"Mooncake's error {code}: {why}"
 
 
 def _size(replica: Any) -> int:

@@ -45,6 +45,10 @@ class RemoteTier(Tier):
         """Of the values that were read so far: how long the KV in the next ones will be."""
         self._breaker = Breaker(title, deadline_s, probe=lambda: client.exists([PREFIX]))
 
+    def check(self) -> None:
+        """Raise an ``OSError`` if the store cannot be reached."""
+        self._breaker.call(lambda: self._client.exists([PREFIX]))
+
     def size(self, key: ChunkKey) -> int | None:
         names = names_of(key)
         sizes = [size for size in self._breaker.call(lambda: self._client.sizes(names)) if size is not None]
