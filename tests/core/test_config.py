@@ -86,3 +86,16 @@ def test_a_password_in_a_url_is_not_repeated():
     with pytest.raises(ConfigError, match="KVMOSAIC_REMOTE_PASSWORD") as error:
         load_config(remote="valkey://user:secret@host")
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("variable", ["KVMOSAIC_TENNANT", "KVMOSAIC_HOSTMEMORY", "KVMOSAIC_PREFIX_BLOCK"])
+def test_a_misspelt_variable_is_refused(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigError, match=f"{variable}: there is no such setting; did you mean KVMOSAIC_[A-Z_]+"):
+        load_config()
+
+
+@pytest.mark.parametrize("name", ["REMOTE_PASSWORD", "MODELS_DIR", "PROFILES_DIR", "REQUIRE_SERVERS", "VERSION"])
+def test_other_variables_are_left_alone(monkeypatch, name):
+    monkeypatch.setenv(f"KVMOSAIC_{name}", "1")
+    load_config()

@@ -9,6 +9,7 @@ from kvmosaic.cli import bench_plots, bench_traffic
 from kvmosaic.cli.bench_traffic import EagerOption, HeadsOption, LayersOption
 from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table
+from kvmosaic.cli.remote import reach
 from kvmosaic.core.errors import ConfigError
 
 app = typer.Typer(help="Benchmarks; each prints ratios measured in one run.", no_args_is_help=True)
@@ -92,6 +93,8 @@ def store(
 
     given: dict[str, Any] = {"remote": remote, "disk_path": disk_path}
     config = load_config(**{name: value for name, value in given.items() if value is not None})
+    if config.remote is not None:
+        reach(config.remote)
     shape = store.Shape(entries, tokens, layers, heads, head_dim)
     with console.status("making entries") as status:
         result = store.run(shape, config.remote, config.disk_path, progress=status.update)

@@ -1,6 +1,5 @@
 """``kvmosaic store``: look after the entries on disk or in a remote store."""
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
+from kvmosaic.cli.remote import open_remote
 from kvmosaic.cli.warm import warm
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.remote_url import without_passwords
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
     from kvmosaic.store import EntryInfo, Tier
@@ -29,7 +28,6 @@ PathOption = Annotated[
 RemoteOption = Annotated[
     str | None, typer.Option("--remote", help="A remote store instead, like valkey://host:6379/0.")
 ]
-REMOTE_DEADLINE_S = 10.0
 MODEL_HELP = "Only entries of this model."
 TENANT_HELP = "Only entries of this tenant."
 ModelFilter = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]
@@ -38,17 +36,11 @@ TenantFilter = Annotated[str | None, typer.Option("--tenant", help=TENANT_HELP)]
 
 def _open(path: Path | None, remote: str | None) -> "Tier":
     from kvmosaic.store import DiskTier
-    from kvmosaic.store.tiers.remote import open_remote_tier
 
     if remote is not None:
         if path is not None and str(path) != os.environ.get(PATH_VARIABLE):
             raise ConfigError("which store? give --path or --remote, not both")
-        # That it is down is what the command will end with; it does not go on without it.
-        logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.ERROR)
-        try:
-            return open_remote_tier(remote, REMOTE_DEADLINE_S)
-        except ValueError as error:
-            raise ConfigError(f"--remote {without_passwords(remote)}: {error}") from None
+        return open_remote(remote)
     if path is None:
         raise ConfigError("which store? give the disk tier's directory with --path, or a remote store with --remote")
     if not path.is_dir():

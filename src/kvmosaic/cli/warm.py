@@ -1,9 +1,7 @@
 """``kvmosaic store warm``: fill a corpus ahead of time."""
 
-import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import asdict
 from enum import Enum
 from importlib import import_module
@@ -15,6 +13,7 @@ import typer
 
 from kvmosaic.cli.corpus import Document, read_corpus
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, progress_bar
+from kvmosaic.cli.remote import reach
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, PromptError
 
@@ -73,7 +72,7 @@ def warm(
     if total == 0:
         raise PromptError(f"no documents in {', '.join(map(str, files))}")
     if config.remote is not None:
-        _reach(config.remote, config.remote_deadline_ms / 1000)
+        reach(config.remote)
     from kvmosaic.engines.warm import WarmCounts  # here, because importing it takes seconds
 
     with console.status(f"loading {model}"):
@@ -116,16 +115,6 @@ def _check(config: ChunkCacheConfig, engine: Engine, vllm_options: str | None) -
         raise ConfigError("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
     if engine is Engine.HF and vllm_options is not None:
         raise ConfigError("--vllm-options need --engine vllm")
-
-
-def _reach(remote: str, deadline_s: float) -> None:
-    """Make sure that a remote store is there, before a corpus is filled for nothing."""
-    from kvmosaic.store.tiers.remote import open_remote_tier
-
-    logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.ERROR)  # it would go on without it
-    with closing(open_remote_tier(remote, deadline_s)) as tier:
-        tier.check()
-    logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.NOTSET)
 
 
 def _open(engine: Engine, model: str, dtype: str, vllm_options: str, settings: dict[str, Any]) -> "Warmer":

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,15 @@ from pydantic_settings import (
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import PROFILE_SETTINGS, broken, load_profile, profile_path
-from kvmosaic.core.remote_url import RemoteUrl, without_passwords
+from kvmosaic.core.remote_url import PASSWORD_VARIABLE, RemoteUrl, without_passwords
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "KVMOSAIC_"
+"""Of the variables that settings are read from."""
 CONFIG_FILE_VARIABLE = "KVMOSAIC_CONFIG"
+LIKENESS = 0.85
+"""Of the names of a variable and of a setting, from which on one was meant to be the other."""
 
 
 class ChunkCacheConfig(BaseSettings):
@@ -31,7 +36,7 @@ class ChunkCacheConfig(BaseSettings):
     which turns every validation failure into a one-line :class:`ConfigError`.
     """
 
-    model_config = SettingsConfigDict(env_prefix="KVMOSAIC_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     enable_chunk_cache: bool = False
     chunk_separator: str = Field(" # # ", min_length=1)
@@ -136,6 +141,7 @@ def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
 
 
 def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
+    _refuse_misspelt_variables()
     try:
         return ChunkCacheConfig(**settings)
     except ConfigError:
@@ -149,3 +155,14 @@ def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
     except (yaml.YAMLError, TypeError, ValueError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"{CONFIG_FILE_VARIABLE}: not a YAML mapping of settings ({line})") from None
+
+
+def _refuse_misspelt_variables() -> None:
+    """Else a tenant or a quota would silently not count. Others' variables may begin like ours."""
+    settings = [name.upper() for name in ChunkCacheConfig.model_fields]
+    for variable in os.environ:
+        name = variable.removeprefix(PREFIX)
+        if name == variable or name in settings or variable == PASSWORD_VARIABLE:
+            continue
+        for meant in get_close_matches(name, settings, 1, LIKENESS):
+            raise ConfigError(f"{variable}: there is no such setting; did you mean {PREFIX}{meant}?")

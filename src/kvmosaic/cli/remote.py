@@ -1,0 +1,32 @@
+"""Remote stores that a command cannot do without, as engines can."""
+
+import logging
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.remote_url import without_passwords
+
+if TYPE_CHECKING:  # importing it for real takes seconds
+    from kvmosaic.store.tiers.remote import RemoteTier
+
+DEADLINE_S = 10.0
+
+
+def open_remote(url: str) -> "RemoteTier":
+    """The store at ``url``, which is not contacted yet."""
+    from kvmosaic.store.tiers.remote import open_remote_tier
+
+    # That it is down is what the command will end with: it does not go on without it.
+    logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.ERROR)
+    try:
+        return open_remote_tier(url, DEADLINE_S)
+    except ValueError as error:
+        raise ConfigError(f"--remote {without_passwords(url)}: {error}") from None
+
+
+def reach(url: str) -> None:
+    """Raise an ``OSError`` if the store at ``url`` is not there, before work is done for nothing."""
+    with closing(open_remote(url)) as tier:
+        tier.check()
+    logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.NOTSET)
