@@ -90,10 +90,15 @@ def same_up_to_rounding(mine, yours):
 
 @pytest.fixture(scope="module")
 def llm(model):
+    """Nothing it does is measured: on a busy machine, moving KV may take longer than computing it with so small a
+    model, and requests would rightly be served plainly."""
     from kvmosaic.vllm import LLM
 
     settings = {"prefix_blocks": True, "skip_tokenizer_init": True, "miss_policy": "background"}
-    return LLM(model, enable_chunk_cache=True, **SMALL | settings)
+    llm = LLM(model, enable_chunk_cache=True, **SMALL | settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_kv_transfer_group().loader.timer, "_observe", lambda stage, tokens, seconds: None)
+        yield llm
 
 
 def draw(count):

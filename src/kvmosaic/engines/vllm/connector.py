@@ -227,7 +227,8 @@ class ChunkConnector(KVConnectorBase_V1):
         # In this order: whoever hears that a fetch is over has to hear of what it brought.
         fetched = self.fetcher.take_finished()
         changes = self.loader.cache.take_changes(ANY_LENGTH)
-        if self._has_reported and not changes and not fetched:
+        has_measured = self.loader.timer.take_news()
+        if self._has_reported and not changes and not fetched and not has_measured:
             return None
         self._has_reported = True
         for seconds in fetched.values():

@@ -14,7 +14,7 @@ from kvmosaic.engines.results import ChunkReport
 from kvmosaic.engines.vllm.backlog import FillBacklog
 from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import BlockSalts, count_cached_tokens
-from kvmosaic.engines.vllm.cost import Line
+from kvmosaic.engines.vllm.cost import Judge, Line
 from kvmosaic.engines.vllm.events import EventGroup, PrefixEvents
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, PrefixLoad, StepReport, StepWork
 from kvmosaic.engines.vllm.metrics import ChunkStats
@@ -73,6 +73,7 @@ class ChunkScheduler:
         self._backlog = FillBacklog(config.background_fill_tokens, block_size)
         self._costs: dict[int, dict[str, Line]] = {}
         """What each rank measured."""
+        self._judge = Judge()
         self._off = False
         """Whether workers said, with their first step, that nothing may be reused."""
         self.stats = ChunkStats()
@@ -315,7 +316,7 @@ class ChunkScheduler:
             plan.predicted = self._seconds("blend", computed) + self._seconds("remap", ahead - computed)
             if plan.is_probed and all("probe" in costs for costs in self._costs.values()):
                 plan.predicted += self._seconds("probe", ahead)
-            is_faster = plan.predicted < self._seconds("blend", ahead)
+            is_faster = computed < ahead and self._judge.is_faster(plan.predicted, self._seconds("blend", ahead))
         else:  # nothing was measured yet
             is_faster = computed < ahead
         if not is_faster:

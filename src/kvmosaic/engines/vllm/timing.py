@@ -19,6 +19,7 @@ class StageTimer:
         self._pending: list[tuple[Stage, int, torch.cuda.Event, torch.cuda.Event]] = []
         self.costs: dict[Stage, LinearCost] = {}
         """What the stages take that said how many tokens they had."""
+        self._has_news = False
 
     @contextmanager
     def stage(self, name: Stage, tokens: int = 0) -> Iterator[None]:
@@ -34,6 +35,11 @@ class StageTimer:
         end.record()
         self._pending.append((name, tokens, start, end))
 
+    def take_news(self) -> bool:
+        """Whether anything was added to ``costs`` since the last call."""
+        news, self._has_news = self._has_news, False
+        return news
+
     def collect(self) -> None:
         """Observe the stages that are over by now."""
         while self._pending and self._pending[0][3].query():
@@ -44,3 +50,4 @@ class StageTimer:
         self._stats.observe(name, seconds)
         if tokens:
             self.costs.setdefault(name, LinearCost()).observe(tokens, seconds)
+            self._has_news = True
