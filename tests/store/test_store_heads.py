@@ -23,7 +23,7 @@ from head_helpers import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from remote_servers import Mooncake, Valkey
-from store_helpers import make_entry
+from store_helpers import make_entry, same
 
 from kvmosaic.core.config import load_config
 from kvmosaic.core.key import ChunkKey
@@ -206,6 +206,40 @@ def test_many_chunks_and_heads_take_few_calls(
     assert made.count("get_into") == 1
     assert len(made) <= 4  # Mooncake's has to find out the sizes first
     store.close()
+
+
+@given(data=st.data())
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_entries_fetched_together_lose_only_what_is_damaged(
+    tier: RemoteTier, server: Valkey | Mooncake, data: st.DataObject
+) -> None:
+    entries = [of_share(model_entry(number), share(0, 2)) for number in range(6)]
+    writer = opened(server.url, share(0, 2))
+    for entry in entries:
+        writer.put(entry)
+    writer.close()
+    states = data.draw(st.lists(st.sampled_from(["whole", "whole", "damaged", "gone"]), min_size=6, max_size=6))
+    reader = opened(server.url, share(0, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(tier._client), "read_at_once_bytes", data.draw(st.sampled_from([0, 2000, 10**6])))
+        reader.fetch([entries[0].key])  # with which the format is known
+        reader._stack.tiers[0].delete(entries[0].key)
+        ruined = []
+        for entry, state in zip(entries, states, strict=True):
+            name = data.draw(st.sampled_from(names_of(entry.key)))
+            if state == "damaged":
+                change(tier, name, lambda value: value.__setitem__(-1, value[-1] ^ 1))
+            elif state == "gone":
+                tier._client.delete([name])
+            ruined += [] if state == "whole" else [name]
+        reader.fetch([entry.key for entry in entries])
+    for entry, state in zip(entries, states, strict=True):
+        found = reader._stack.tiers[0].get(entry.key)
+        assert (found is not None) == (state == "whole")
+        assert found is None or same(found, entry)
+    assert set(names(tier)) == {name for entry in entries for name in names_of(entry.key)} - set(ruined)
+    reader.clear()
+    reader.close()
 
 
 def test_a_start_lists_what_each_rank_can_read(tier: RemoteTier, server: Valkey | Mooncake) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from remote_servers import Mooncake, Valkey
 from safetensors.torch import load
@@ -170,6 +170,51 @@ def test_absent_keys_are_asked_for_in_one_go(tier: RemoteTier, monkeypatch: pyte
     assert {result.reason for result in results[2:]} == {MissReason.NEW}
     assert [call for call in calls if call == "get_into"] == ["get_into"]
     assert len(calls) <= 4  # Mooncake's has to find out the size first
+
+
+@given(data=st.data())
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_entries_fetched_together_are_what_each_read_alone_is(tier: RemoteTier, data: st.DataObject) -> None:
+    """Of several formats and lengths, some missing, some damaged, more or less of them by one call."""
+    chance = data.draw(st.randoms(use_true_random=False))
+    entries = [make_entry(number, tokens=chance.randint(1, 9), heads=chance.choice([1, 3])) for number in range(12)]
+    states = [chance.choice(["there", "there", "missing", "damaged"]) for _ in entries]
+    tier.delete_all([entry.key for entry in entries])
+    for entry, state in zip(entries, states, strict=True):
+        value = value_of(entry)
+        value[-1] ^= state == "damaged"
+        if state != "missing":
+            plant(tier, entry.key, value)
+    store = over(tier)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier._client, "read_at_once_bytes", chance.choice([0, 300, 10**6]), raising=False)
+        store.fetch([entry.key for entry in entries] * 2)
+    for entry, state in zip(entries, states, strict=True):
+        found = store._stack.tiers[0].get(entry.key)
+        assert (found is not None) == (state == "there")
+        assert found is None or same(found, entry)
+        result = find(store, entry)
+        reason = {"there": None, "missing": MissReason.NEW, "damaged": MissReason.CORRUPT}[state]
+        assert (result.tier, result.reason) == ("remote" if state == "there" else None, reason)
+
+
+def test_mooncake_reads_several_entries_by_one_call(
+    mooncake_server: Mooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_remote_tier(mooncake_server.url, 5.0)
+    entries = [make_entry(number) for number in range(20)]
+    for entry in entries:
+        tier.put(entry)
+    counts: list[int] = []
+    get_into = tier._client.get_into
+    monkeypatch.setattr(
+        tier._client, "get_into", lambda keys, incoming: counts.append(len(keys)) or get_into(keys, incoming)
+    )
+    store = over(tier)
+    store.fetch([entry.key for entry in entries])
+    assert counts == [1, 19]  # what entries of this format take is known from the first one
+    tier.delete_all([entry.key for entry in entries])
+    store.close()
 
 
 def test_clear_is_for_all(tier: RemoteTier) -> None:

@@ -78,6 +78,22 @@ def filled(url: str, count: int = 8) -> ChunkStorageManager:
     return opened(url)
 
 
+def test_a_store_that_dies_costs_a_fetch_one_deadline(
+    mortal: Valkey | Mooncake, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = filled(mortal.url)
+    keys = [make_entry(number).key for number in range(8)]
+    store.fetch(keys[:2])
+    with caplog.at_level(logging.WARNING, "kvmosaic"):
+        mortal.server.pause()
+        assert seconds(lambda: store.fetch(keys)) < PATIENCE_S
+    assert len(caplog.records) == 1, caplog.text
+    assert [find(store, make_entry(number)).tier for number in range(2)] == ["remote"] * 2
+    assert {find(store, make_entry(number)).reason for number in range(2, 8)} == {MissReason.ERROR}
+    mortal.server.resume()
+    until(lambda: find(store, make_entry(2)).tier == "remote")
+
+
 @pytest.mark.parametrize("how", ["killed", "hanging"])
 def test_a_dead_store_costs_one_deadline_once(
     mortal: Valkey | Mooncake, how: str, caplog: pytest.LogCaptureFixture

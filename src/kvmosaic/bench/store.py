@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,57 +57,91 @@ class Bench:
         size = shape.entries, shape.heads, shape.head_bytes
         self.sent = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         self.received = np.ones(size, np.uint8)  # not empty, so that every page is there
-        # As an engine stages them: head by head, in a block of memory that is used again.
-        self.entries = [self._entry(number, shape, data) for number, data in enumerate(torch.from_numpy(self.sent))]
+        # As an engine stages them: head by head, each entry in memory of its own.
+        data = map(torch.clone, torch.from_numpy(self.sent))
+        self.entries = [self._entry(number, shape, each) for number, each in enumerate(data)]
+        self.keys = [entry.key for entry in self.entries]
 
     def open(self, **settings: Any) -> ChunkStorageManager:
-        """Without memory for entries unless ``settings`` say so: then every lookup reads the tier below."""
-        chosen = {"disk_path": None, "remote": None, "host_memory": 0, "tenant_quota": None} | settings
-        config = load_config(per_head_storage=True, remote_deadline_ms=DEADLINE_MS, tenant=self.tenant, **chosen)
+        """With memory for all entries."""
+        chosen = {"disk_path": None, "remote": None, "tenant_quota": None, "tenant": self.tenant} | settings
+        memory = 2 * self.shape.nbytes
+        config = load_config(per_head_storage=True, remote_deadline_ms=DEADLINE_MS, host_memory=memory, **chosen)
         return open_store(config, share=self.share)
 
-    def clear(self, store: ChunkStorageManager) -> None:
-        store.clear(lambda key: key.tenant == self.tenant)
+    def clear(self, *stores: ChunkStorageManager) -> None:
+        for store in stores:
+            store.clear(lambda key: key.tenant == self.tenant)
 
     def host(self) -> list[dict[str, Any]]:
         """Entries are handed out where they are, so that both sides have to copy them somewhere."""
+        parts_of_more = [
+            replace(entry, data=data.view(torch.bfloat16))
+            for entry, data in zip(self.entries, torch.from_numpy(self.sent), strict=True)
+        ]
+
+        def put() -> None:
+            for entry in parts_of_more:
+                self._put(store, entry)
 
         def get() -> None:
             for target, entry in zip(self.received, self._find(store, "host"), strict=True):
                 np.copyto(target, entry.data.view(torch.uint8).numpy())
 
-        with closing(self.open(host_memory=2 * self.shape.nbytes)) as store:
+        with closing(self.open()) as store:
             plain = Memory(self.sent, self.received)
-            return self._rows("host", store, [plain], lambda: self._put(store), get)
+            return self._rows("host", [plain], put, get, lambda: self.clear(store))
 
     def disk(self, folder: Path) -> list[dict[str, Any]]:
-        with closing(self.open(disk_path=folder / "entries", disk_space=2 * self.shape.nbytes + 2**20)) as store:
-            plain = Files(self.sent, self.received, folder)
-            return self._rows("disk", store, [plain], lambda: self._put(store), lambda: self._find(store, "disk"))
+        plain = Files(self.sent, self.received, folder)
+        settings = {"disk_path": folder / "entries", "disk_space": 2 * self.shape.nbytes + 2**20}
+        with closing(self.open(**settings)) as writer, closing(self.open(**settings)) as reader:
+            return self._between("disk", "disk", writer, reader, [plain])
 
     def remote(self, url: str) -> list[dict[str, Any]]:
         kind = RemoteUrl.parse(url).kind
-        with closing(self.open(remote=url)) as store:
+        with closing(self.open(remote=url)) as writer, closing(self.open(remote=url)) as reader:
             plain = plain_stores(url, self.sent, self.received, self.tenant)
             try:
-                rows = self._rows(kind, store, plain, lambda: self._put(store), lambda: self._find(store, "remote"))
-                return [*rows, *(self._lookup(kind, store, peer) for peer in plain)]
+                rows = self._between(kind, "remote", writer, reader, plain)
+                return [*rows, *(self._lookup(kind, writer, reader, peer) for peer in plain)]
             finally:
                 for peer in plain:
                     peer.close()
 
+    def _between(
+        self,
+        title: str,
+        tier: str,
+        writer: ChunkStorageManager,
+        reader: ChunkStorageManager,
+        plain: Sequence[PlainStore],
+    ) -> list[dict[str, Any]]:
+        """One engine has its entries written, another fetches them into its memory."""
+
+        def put() -> None:
+            for entry in self.entries:
+                self._put(writer, entry)
+            writer.flush()
+
+        def get() -> None:
+            reader.fetch(self.keys)
+            self._find(reader, tier)
+
+        return self._rows(title, plain, put, get, lambda: self.clear(writer, reader))
+
     def _rows(
         self,
         tier: str,
-        store: ChunkStorageManager,
         plain: Sequence[PlainStore],
         put: Callable[[], object],
         get: Callable[[], object],
+        clean: Callable[[], object],
     ) -> list[dict[str, Any]]:
         """Our ``put`` and ``get`` and those of ``plain``, in turns."""
         times: dict[tuple[str, str], list[float]] = {}
         sides: list[tuple[str, Callable[[], object], Callable[[], object], Callable[[], object]]] = [
-            ("ours", put, get, lambda: self.clear(store)),
+            ("ours", put, get, clean),
             *((peer.title, peer.put, peer.get, peer.clean) for peer in plain),
         ]
         for turn in range(REPEATS + 1):
@@ -133,23 +168,24 @@ class Bench:
             for operation in ("put", "get")
         ]
 
-    def _put(self, store: ChunkStorageManager) -> None:
-        for entry in self.entries:
-            if not store.put(entry):
-                raise KvmosaicError("the store did not take an entry; the log says why")
+    @staticmethod
+    def _put(store: ChunkStorageManager, entry: ChunkKV) -> None:
+        if not store.put(entry):
+            raise KvmosaicError("the store did not take an entry; the log says why")
 
     def _find(self, store: ChunkStorageManager, tier: str) -> list[ChunkKV]:
-        """All entries, as an engine finds them: asked for together, then read one by one."""
-        absent = store.absent([entry.key for entry in self.entries])
+        """All entries, each of which ``tier`` had."""
         found = []
         for entry in self.entries:
-            result = store.lookup(entry.key, entry.tokens, entry.context, absent=absent)
+            result = store.lookup(entry.key, entry.tokens, entry.context)
             if result.entry is None or result.tier != tier:
                 raise KvmosaicError(f"an entry that was just stored is not found ({result.reason})")
             found.append(result.entry)
         return found
 
-    def _lookup(self, tier: str, store: ChunkStorageManager, peer: PlainServer) -> dict[str, Any]:
+    def _lookup(
+        self, tier: str, writer: ChunkStorageManager, reader: ChunkStorageManager, peer: PlainServer
+    ) -> dict[str, Any]:
         """Milliseconds to ask for many heads at once, all of which are there."""
         small = Shape(-(-LOOKUP_KEYS // self.shape.heads), 1, self.shape.layers, self.shape.heads, 1)
         nothing = torch.zeros(small.heads, small.head_bytes, dtype=torch.uint8)
@@ -158,15 +194,16 @@ class Bench:
         names = [name for key in keys for name in names_of(key)]
         try:
             for entry in entries:
-                store.put(entry)
-            absent = store.absent(keys)
+                self._put(writer, entry)
+            writer.flush()
+            absent = reader.absent(keys)
             if absent or peer.exists(names) != len(names):
                 raise KvmosaicError(f"{len(absent)} of {len(keys)} entries that were just stored are not found")
             turns = [
-                (_seconds(lambda: store.absent(keys)), _seconds(lambda: peer.exists(names))) for _ in range(REPEATS)
+                (_seconds(lambda: reader.absent(keys)), _seconds(lambda: peer.exists(names))) for _ in range(REPEATS)
             ]
         finally:
-            self.clear(store)
+            self.clear(writer)
         ours, plain = zip(*turns, strict=True)
         return {
             "lookup": tier,

@@ -1,8 +1,9 @@
 """What a tier is, and what a lookup answers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from kvmosaic.core.entry import ChunkKV
@@ -100,6 +101,12 @@ class Tier(ABC):
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of ``keys`` are there."""
         return [self.size(key) is not None for key in keys]
+
+    def get_all(self, keys: Sequence[ChunkKey]) -> Iterator[tuple[ChunkKey, Callable[[], ChunkKV | None]]]:
+        """For each key in turn what :meth:`get` does, to be called before the next one is asked for. Some may have
+        been read together."""
+        for key in keys:
+            yield key, partial(self.get, key)
 
     def delete_all(self, keys: Iterable[ChunkKey]) -> None:
         """Drop many entries."""

@@ -10,8 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from io import BufferedReader
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,12 +23,17 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.window import WindowTails
 from kvmosaic.store.base import CorruptEntryError
 from kvmosaic.store.memory import POOL, Bytes
+from kvmosaic.store.threads import Threads
 
 FORMAT_NAME = "kvmosaic-entry-2"
 MAX_HEADER_BYTES = 1024**2
 FORMAT_FIELDS = ("layers", "heads", "k_dim", "v_dim", "dtype", "windowed", "tail")
 ALIGNMENT = 64
 """Bytes; the KV starts at a multiple of it."""
+SLICE_BYTES = 256 * 1024
+"""Of a head, verified while the processor's cache still has them from being read."""
+NO_CHECKSUM = xxhash.xxh3_128_hexdigest(b"")
+_THREADS = Threads()
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -56,7 +60,8 @@ class Encoding:
 
     def __init__(self, entry: ChunkKV) -> None:
         data = entry.data.cpu().contiguous()
-        self._kv = _bytes_of(data)
+        self.kv = _bytes_of(data)
+        """``[heads, bytes]``."""
         self._dtype, self._numbers = _DTYPE_NAMES[data.dtype], data.shape[1]
         self._tokens = np.asarray(entry.tokens, "<i4").view(np.uint8)
         self._context = np.asarray(entry.context, "<i4").view(np.uint8)
@@ -73,23 +78,27 @@ class Encoding:
     def value(self, key: str, first: int, end: int) -> list[memoryview]:
         """Heads from ``first`` to before ``end`` as the entry of ``key``, in two parts that follow one another: all
         that is small, and the KV, which is not copied when it is contiguous in host memory."""
-        tokens, context, kv = self._tokens, self._context, self._kv[first:end]
-        fields = {**self._fields, "key": key, "heads": str(end - first), "head_checksums": _head_checksums(kv)}
+        kv = self.kv[first:end]
+        return [memoryview(self.small(key, _head_checksums(kv))), kv.reshape(-1).data]
+
+    def small(self, key: str, head_checksums: Sequence[str]) -> bytes:
+        """What precedes the KV of so many heads. Its length does not depend on the checksums."""
+        heads, tokens, context = len(head_checksums), self._tokens, self._context
+        fields = {**self._fields, "key": key, "heads": str(heads), "head_checksums": " ".join(head_checksums)}
         fields["checksum"] = _checksum(fields, tokens, context)
         header: dict[str, Any] = {"__metadata__": fields}
         at = 0
         for name, dtype, shape, nbytes in (
             ("tokens", "I32", [tokens.nbytes // 4], tokens.nbytes),
             ("context", "I32", [context.nbytes // 4], context.nbytes),
-            ("kv", self._dtype, [end - first, self._numbers], kv.nbytes),
+            ("kv", self._dtype, [heads, self._numbers], heads * self.kv.shape[1]),
         ):
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + nbytes]}
             at += nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         # Spaces are part of the format. They align the KV, which is used where it was received.
         text += b" " * (-(8 + len(text) + tokens.nbytes + context.nbytes) % ALIGNMENT)
-        small = len(text).to_bytes(8, "little") + text + tokens.tobytes() + context.tobytes()
-        return [memoryview(small), kv.reshape(-1).data]
+        return len(text).to_bytes(8, "little") + text + tokens.tobytes() + context.tobytes()
 
 
 class Decoded(NamedTuple):
@@ -119,10 +128,15 @@ def decode(value: Sequence[Bytes], key: str) -> Decoded:
 
 def write_entry(path: Path, entry: ChunkKV) -> None:
     """Write ``entry`` to a file for this user alone; raises ``OSError``."""
+    encoding, key = Encoding(entry), str(entry.key)
     with open(path, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        for part in encode(entry):
-            while part:  # a single write may be partial, at the latest from 2 GiB on
-                part = part[file.write(part) :]
+        start = len(encoding.small(key, [NO_CHECKSUM] * entry.format.heads))
+        checksums = _THREADS.start(partial(_head_checksums, encoding.kv))
+        try:
+            _write_at(file.fileno(), encoding.kv.reshape(-1).data, start)
+        finally:
+            checksums.wait(None)  # it reads memory that is the caller's
+        _write_at(file.fileno(), memoryview(encoding.small(key, checksums.result())), 0)
 
 
 def max_file_bytes(entry: ChunkKV) -> int:
@@ -134,17 +148,17 @@ def max_file_bytes(entry: ChunkKV) -> int:
 
 def read_key(path: Path) -> ChunkKey:
     """The key a file says it holds, from its header alone; also checks that the file has its full size."""
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:
         try:
-            return ChunkKey.parse(_read_header(_File(file))["__metadata__"]["key"])
+            return ChunkKey.parse(_read_header(_File(file.fileno()))["__metadata__"]["key"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptEntryError(f"unreadable header: {error!r}") from error
 
 
 def read_entry(path: Path, key: ChunkKey) -> ChunkKV:
     """Read and verify the entry of ``key``; raises :class:`CorruptEntryError` if anything differs."""
-    with open(path, "rb") as file:
-        decoded = _decode(_File(file), str(key))
+    with open(path, "rb", buffering=0) as file:
+        decoded = _decode(_File(file.fileno()), str(key))
     return decoded.entry(key, decoded.kv)
 
 
@@ -154,6 +168,9 @@ class _Source(Protocol):
     nbytes: int
 
     def read(self, first: int, last: int) -> Bytes: ...
+
+    def read_heads(self, first: int, last: int, heads: int) -> tuple[Bytes, list[str]]:
+        """``[heads, bytes]``, and the checksum of each."""
 
 
 class _Memory:
@@ -169,18 +186,48 @@ class _Memory:
         filled = [piece for piece in pieces if len(piece)]
         return filled[0] if len(filled) == 1 else np.concatenate(pieces)
 
+    def read_heads(self, first: int, last: int, heads: int) -> tuple[Bytes, list[str]]:
+        kv = self.read(first, last).reshape(heads, -1)
+        return kv, _head_checksums(kv)
+
 
 class _File:
-    def __init__(self, file: BufferedReader) -> None:
-        self.nbytes = os.fstat(file.fileno()).st_size
-        self._file = file
+    def __init__(self, descriptor: int) -> None:
+        self.nbytes = os.fstat(descriptor).st_size
+        self._descriptor = descriptor
 
     def read(self, first: int, last: int) -> Bytes:
         buffer = POOL.take(last - first)
-        self._file.seek(first)
-        if self._file.readinto(buffer.data) != len(buffer):
-            raise ValueError("the file was truncated while it was read")
+        _read_at(self._descriptor, buffer, first)
         return buffer
+
+    def read_heads(self, first: int, last: int, heads: int) -> tuple[Bytes, list[str]]:
+        kv = POOL.take(last - first).reshape(heads, -1)
+        starts = range(first, last, kv.shape[1])
+        return kv, _THREADS.map([partial(self._read_head, *each) for each in zip(kv, starts, strict=True)])
+
+    def _read_head(self, head: Bytes, start: int) -> str:
+        digest = xxhash.xxh3_128()
+        for at in range(0, len(head), SLICE_BYTES):
+            part = head[at : at + SLICE_BYTES]
+            _read_at(self._descriptor, part, start + at)
+            digest.update(part.data)
+        return digest.hexdigest()
+
+
+def _read_at(descriptor: int, buffer: Bytes, at: int) -> None:
+    left = buffer.data
+    while left:  # a single read may be partial, at the latest from 2 GiB on
+        count = os.preadv(descriptor, [left], at)
+        if count == 0:
+            raise ValueError("the file was truncated while it was read")
+        left, at = left[count:], at + count
+
+
+def _write_at(descriptor: int, left: memoryview, at: int) -> None:
+    while left:  # likewise
+        count = os.pwrite(descriptor, left, at)
+        left, at = left[count:], at + count
 
 
 def _decode(source: _Source, key: str) -> Decoded:
@@ -200,8 +247,9 @@ def _read(source: _Source, key: str) -> Decoded:
         raise ValueError("the checksum of key, tokens, context and format does not match")
     # From here on the fields are the ones that were written.
     kv_format = _format(*map(fields.__getitem__, FORMAT_FIELDS))
-    kv = _read_tensor(source, header, "kv").reshape(kv_format.heads, -1)
-    if fields["head_checksums"] != _head_checksums(kv):
+    first, last = header["kv"]["data_offsets"]
+    kv, checksums = source.read_heads(first, last, kv_format.heads)
+    if fields["head_checksums"].split(" ") != checksums:
         raise ValueError("the checksum of a head does not match")
     heads, numbers = header["kv"]["shape"]
     if (heads, numbers * kv_format.dtype.itemsize) != kv.shape:
@@ -248,9 +296,9 @@ def _checksum(fields: dict[str, str], tokens: Bytes, context: Bytes) -> str:
     return digest.hexdigest()
 
 
-def _head_checksums(data: Bytes) -> str:
+def _head_checksums(data: Bytes) -> list[str]:
     """One per head, so that a reader of some heads can verify just those. ``data`` is ``[heads, bytes]``."""
-    return " ".join(xxhash.xxh3_128_hexdigest(head.data) for head in data)
+    return [xxhash.xxh3_128_hexdigest(head.data) for head in data]
 
 
 def _bytes_of(data: torch.Tensor) -> Bytes:

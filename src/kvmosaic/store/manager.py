@@ -73,24 +73,19 @@ class ChunkStorageManager:
     def fetch(self, keys: Iterable[ChunkKey]) -> None:
         """Bring entries from slower tiers to the fastest one, as far as it has room. Made to be called from a thread
         of its own, ahead of a lookup, which then reports the tier that had them."""
-        wanted = list(keys)
+        wanted = dict.fromkeys(key for key in keys if self._stack.size(0, key) is None)
         absent = self._stack.absent(wanted)
-        for key in wanted:
+        for level, tier in enumerate(self._stack.tiers[1:], start=1):
             clears = self._stack.clears
-            if self._stack.size(0, key) is not None:
-                continue
-            for level, tier in enumerate(self._stack.tiers[1:], start=1):
-                if (level, key) in absent:
-                    continue
-                entry, _ = self._stack.read(level, key)
-                if entry is not None:
-                    # Pinned first: the promotion holds the lock, and only from pinned memory a copy is just queued.
-                    moved = in_pinned_memory(entry) if self.fastest_tier == "device" else entry
-                    self._stack.promote(level, moved, clears)
-                    self._fetched_from[key] = tier.name
-                    if len(self._fetched_from) > FETCHES_REMEMBERED:  # some were never looked up
-                        self._fetched_from.pop(next(iter(self._fetched_from)), None)
-                    break
+            asked = [key for key in wanted if (level, key) not in absent]
+            for key, entry in self._stack.read_all(level, asked):
+                # Pinned first: the promotion holds the lock, and only from pinned memory a copy is just queued.
+                moved = in_pinned_memory(entry) if self.fastest_tier == "device" else entry
+                self._stack.promote(level, moved, clears)
+                del wanted[key]
+                self._fetched_from[key] = tier.name
+                if len(self._fetched_from) > FETCHES_REMEMBERED:  # some were never looked up
+                    self._fetched_from.pop(next(iter(self._fetched_from)), None)
 
     @property
     def fastest_tier(self) -> str:

@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
@@ -112,12 +113,26 @@ class TierStack:
 
     def read(self, level: int, key: ChunkKey) -> tuple[ChunkKV | None, MissReason | None]:
         """The entry of ``key`` at ``level``, or what went wrong if anything did."""
-        tier = self.tiers[level]
         reason = self._unreadable_reason(level, key)
         if reason is not None:
             return None, reason
+        return self._taken(level, key, partial(self.tiers[level].get, key))
+
+    def read_all(self, level: int, keys: Sequence[ChunkKey]) -> Iterator[tuple[ChunkKey, ChunkKV]]:
+        """The entries of ``keys`` that are at ``level``, one after the other."""
+        readable = [key for key in keys if self._unreadable_reason(level, key) is None]
+        for key, get in self.tiers[level].get_all(readable):
+            entry, _ = self._taken(level, key, get)
+            if entry is not None:
+                yield key, entry
+
+    def _taken(
+        self, level: int, key: ChunkKey, get: Callable[[], ChunkKV | None]
+    ) -> tuple[ChunkKV | None, MissReason | None]:
+        """What a tier's ``get`` returns, or what went wrong."""
+        tier = self.tiers[level]
         try:
-            entry = tier.get(key)
+            entry = get()
         except CorruptEntryError:
             self._unreadable[level, key] = MissReason.CORRUPT, float("inf")
             self._forget(level, key)
@@ -279,6 +294,8 @@ class TierStack:
             self._complain(tier, "delete", error)
 
     def _unreadable_reason(self, level: int, key: ChunkKey) -> MissReason | None:
+        if not self._unreadable:  # as almost always, and keys take a while to hash
+            return None
         reason, until = self._unreadable.get((level, key), (None, 0.0))
         if reason is not None and time.monotonic() > until:
             self._unreadable.pop((level, key), None)

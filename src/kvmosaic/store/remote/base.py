@@ -39,6 +39,9 @@ class RemoteClient(ABC):
     max_value_bytes: int | None = None
     """Longer values are not even sent; ``None`` when there is no such limit."""
 
+    read_at_once_bytes: int = 0
+    """Several entries are read by one call if they have no more bytes than this together."""
+
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Which of ``keys`` are there."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kvmosaic.store.base import TierDownError
 from kvmosaic.store.remote.base import RefusedError
-from kvmosaic.store.remote.threads import Threads
+from kvmosaic.store.threads import Threads
 
 logger = logging.getLogger(__name__)
 

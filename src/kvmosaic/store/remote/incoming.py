@@ -1,5 +1,7 @@
 """The values of one entry on their way from a remote store."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvmosaic.core.entry import KVFormat
@@ -24,7 +26,9 @@ class IncomingEntry:
         """What each value turned out to be."""
         self.block: Bytes | None = None
         """``[values, bytes]``, from when the first length is known."""
+        self.key = key
         self._keys = part_keys(key)
+        self.num_values = len(self._keys)
         self._values: dict[int, list[Bytes]] = {}
         self._kv_bytes = 0
         if kv_format is not None:
@@ -49,5 +53,24 @@ class IncomingEntry:
     def nbytes(self) -> int:
         """Bytes of all values, as far as is known: a store may tell a length only when it comes to that value, but
         all are about as long."""
-        longest = max((sum(map(len, value)) for value in list(self._values.values())), default=0)
+        longest = max((sum(map(len, value)) for value in list(self._values.values())), default=self._kv_bytes)
         return len(self._keys) * longest
+
+
+class IncomingEntries:
+    """The values of several entries, numbered through."""
+
+    def __init__(self, entries: Sequence[IncomingEntry]) -> None:
+        self._entries = entries
+        self._owners = [(entry, index) for entry in entries for index in range(entry.num_values)]
+
+    def buffers_for(self, index: int, nbytes: int) -> list[Bytes]:
+        entry, own = self._owners[index]
+        return entry.buffers_for(own, nbytes)
+
+    def received(self, index: int) -> None:
+        entry, own = self._owners[index]
+        entry.received(own)
+
+    def nbytes(self) -> int:
+        return sum(entry.nbytes() for entry in self._entries)

@@ -19,7 +19,7 @@ from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.memory import Bytes
 from kvmosaic.store.remote.base import ABSENT, FAILED, Incoming, RemoteClient, Value
 from kvmosaic.store.remote.keys import group_of
-from kvmosaic.store.remote.threads import Threads
+from kvmosaic.store.threads import Threads
 
 LOCAL_BUFFER_BYTES = 16 * 2**20
 """For the library's own copies, which we do not use."""
@@ -39,6 +39,9 @@ class MooncakeClient(RemoteClient):
     The library's rules that matter here: a put of a key that is there succeeds and changes nothing; a success is no
     promise, as the value may be evicted at once; a get may fail after a positive lookup, when a holder died.
     """
+
+    read_at_once_bytes = 64 * 2**20
+    """Each call costs milliseconds beside what it moves. More would be waited for longer when a holder dies."""
 
     def __init__(self, url: RemoteUrl, patience_s: float) -> None:
         """Connects when it is first used. ``patience_s`` is for the listing of keys; all other calls return when the

@@ -1,7 +1,7 @@
 """Entries in a store on another machine, shared by many engines."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -10,12 +10,12 @@ from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.remote_url import RemoteUrl
-from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
+from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier, TierDownError
 from kvmosaic.store.codec import Decoded, max_file_bytes
 from kvmosaic.store.remote.base import ABSENT, FAILED, RefusedError, RemoteClient, Value
 from kvmosaic.store.remote.breaker import Breaker
 from kvmosaic.store.remote.heads import HeadGroups, join, values_of
-from kvmosaic.store.remote.incoming import IncomingEntry
+from kvmosaic.store.remote.incoming import IncomingEntries, IncomingEntry
 from kvmosaic.store.remote.keys import PREFIX, HeadPoolKey, names_of, parse_remote_key
 from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.remote.valkey import ValkeyClient
@@ -61,14 +61,50 @@ class RemoteTier(Tier):
         return [all(list(islice(found, len(parts)))) for parts in names]
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
-        names = names_of(key)
-        layout = key.model, key.fingerprint, key.heads
-        incoming = IncomingEntry(key, self._formats.get(layout))
-        lengths = self._breaker.call(lambda: self._client.get_into(names, incoming), incoming.nbytes)
+        [(_, take)] = self.get_all([key])
+        return take()
+
+    def get_all(self, keys: Sequence[ChunkKey]) -> Iterator[tuple[ChunkKey, Callable[[], ChunkKV | None]]]:
+        batch: list[IncomingEntry] = []
+        for key in keys:
+            entry = self._incoming(key)
+            room = self._client.read_at_once_bytes - sum(each.nbytes() for each in batch)
+            if batch and not 0 < entry.nbytes() <= room:
+                yield from self._read_together(batch)
+                batch, entry = [], self._incoming(key)  # of a format that is known by now, if it was the same
+            batch.append(entry)
+        if batch:
+            yield from self._read_together(batch)
+
+    def _incoming(self, key: ChunkKey) -> IncomingEntry:
+        return IncomingEntry(key, self._formats.get(_layout(key)))
+
+    def _read_together(self, batch: list[IncomingEntry]) -> Iterator[tuple[ChunkKey, Callable[[], ChunkKV | None]]]:
+        names = [name for entry in batch for name in names_of(entry.key)]
+        every = IncomingEntries(batch)
+        lengths: list[int] = []
+        failure: TierDownError | RefusedError | None = None
+        try:
+            lengths = self._breaker.call(lambda: self._client.get_into(names, every), every.nbytes)
+        except (TierDownError, RefusedError) as error:
+            failure = error
+        at = 0
+        for entry in batch:
+            own = slice(at, at + entry.num_values)
+            yield entry.key, partial(self._taken, entry, names[own], lengths[own], failure)
+            at += entry.num_values
+
+    def _taken(
+        self, incoming: IncomingEntry, names: list[str], lengths: list[int], failure: OSError | None
+    ) -> ChunkKV | None:
+        """The entry that came in, if it did."""
+        if failure is not None:
+            raise failure
+        key = incoming.key
         parts = [part for _, part in sorted(incoming.parts.items()) if isinstance(part, Decoded)]
         damage = {names[index]: part for index, part in incoming.parts.items() if not isinstance(part, Decoded)}
         if parts:
-            self._formats[layout] = parts[0].format
+            self._formats[_layout(key)] = parts[0].format
         if len(parts) == len(names):
             try:
                 return join(key, parts, incoming.block)
@@ -152,6 +188,11 @@ def open_remote_tier(url: str, deadline_s: float, share: HeadShare | None = None
     parsed = RemoteUrl.parse(url)
     client = (MooncakeClient if parsed.kind == "mooncake" else ValkeyClient)(parsed, deadline_s)
     return RemoteTier(client, deadline_s, f"the remote tier at {url}", share)
+
+
+def _layout(key: ChunkKey) -> tuple[str, str, str]:
+    """What entries have in common that are of one format."""
+    return key.model, key.fingerprint, key.heads
 
 
 def _parsed(name: str) -> ChunkKey | HeadPoolKey | None:

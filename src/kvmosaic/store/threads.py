@@ -56,7 +56,11 @@ class Threads:
     def start(self, function: Callable[[], T]) -> Call[T]:
         """Start a call in an idle thread, or in a new one."""
         call = Call(function)
-        self._idle_or_new().calls.put(call)
+        try:
+            self._idle_or_new().calls.put(call)
+        except RuntimeError:  # a program that is ending can have no new threads, and still writes its last entries
+            call.run()
+            call.finish()
         return call
 
     def map(self, functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -64,10 +68,11 @@ class Threads:
         lets other threads run, such as checksums of large values."""
         ways = max(1, min(len(functions), os.cpu_count() or 1, MOST_AT_ONCE))
         calls = [self.start(partial(_call_all, functions[way::ways])) for way in range(1, ways)]
-        shares = [_call_all(functions[::ways])]
-        for call in calls:
+        own = Call(partial(_call_all, functions[::ways]))
+        own.run()
+        for call in calls:  # all of them, also if one fails: they may use what belongs to the caller
             call.wait(None)
-            shares.append(call.result())
+        shares = [call.result() for call in (own, *calls)]
         return [shares[index % ways][index // ways] for index in range(len(functions))]
 
     def _idle_or_new(self) -> "_Thread":
