@@ -63,6 +63,9 @@ class ChunkKey:
     """Which of the model's KV heads: ``all``; ``4-7of8`` on a tensor-parallel rank that has only those; with their
     layers, ``4-7of8L0-31``, where a remote store is to keep each head by itself."""
 
+    def __hash__(self) -> int:
+        return hash(self.content_hash)  # which is nearly unique, and takes a fraction of hashing all of it
+
     def __str__(self) -> str:
         digest, count = self.content_hash.hex(), str(self.num_tokens)
         parts = (self.tenant, self.model, self.fingerprint, self.heads, digest, count)

@@ -83,8 +83,10 @@ class TierStack:
         for level, tier in enumerate(self.tiers):
             if not tier.is_far:
                 continue
-            nearer = [above for above in range(level) if not self.tiers[above].is_far]
-            wanted = [key for key in keys if all(self.size(above, key) is None for above in nearer)]
+            wanted = list(keys)
+            for above in range(level):
+                if not self.tiers[above].is_far:
+                    wanted = [key for key in wanted if self.size(above, key) is None]
             if len(wanted) < 2:
                 continue
             try:

@@ -29,8 +29,8 @@ class HeadPoolKey(NamedTuple):
 
     def __str__(self) -> str:
         """``kvmosaic-1:{tenant}@{model}@fmt:{fingerprint}@{hash}@{tokens}@L:{first}-{last}@head:{head}of{heads}``."""
-        chunk = _chunk(self.tenant, self.model, self.fingerprint, self.content_hash, self.num_tokens)
-        return chunk + _ends(self._range)[0]
+        [name] = names_of(self.entry_key)
+        return name
 
     @classmethod
     def of(cls, key: ChunkKey, head: HeadRange) -> "HeadPoolKey":
@@ -52,16 +52,16 @@ class HeadPoolKey(NamedTuple):
 
 def names_of(key: ChunkKey) -> list[str]:
     """What an entry's values are called: one for each head if its key names heads and layers, else a single one."""
-    heads = _range_of(key.heads)
-    if heads is None:
+    ends = _ends_of(key.heads)
+    if ends is None:
         return [remote_key(key)]
     chunk = _chunk(key.tenant, key.model, key.fingerprint, key.content_hash, key.num_tokens)
-    return [chunk + end for end in _ends(heads)]
+    return [chunk + end for end in ends]
 
 
 def part_keys(key: ChunkKey) -> list[str]:
     """For each of :func:`names_of` the key, as text, of an entry that is just this part."""
-    heads = _range_of(key.heads)
+    heads = HeadRange.parse(key.heads)
     if heads is None:
         return [str(key)]
     tenant, model, fingerprint, _, digest, tokens = str(key).split("@")
@@ -115,11 +115,9 @@ def _start(tenant: str, model: str, fingerprint: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _range_of(heads: str) -> HeadRange | None:
-    return HeadRange.parse(heads)
-
-
-@lru_cache(maxsize=1024)
-def _ends(heads: HeadRange) -> list[str]:
-    layers = f"{heads.first_layer}-{heads.last_layer}"
-    return [f"@L:{layers}@head:{head}of{heads.total}" for head in range(heads.first, heads.last + 1)]
+def _ends_of(heads: str) -> list[str] | None:
+    parsed = HeadRange.parse(heads)
+    if parsed is None:
+        return None
+    layers = f"{parsed.first_layer}-{parsed.last_layer}"
+    return [f"@L:{layers}@head:{head}of{parsed.total}" for head in range(parsed.first, parsed.last + 1)]

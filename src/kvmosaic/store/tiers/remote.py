@@ -57,8 +57,11 @@ class RemoteTier(Tier):
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         names = [names_of(key) for key in keys]
         every = list(chain.from_iterable(names))
-        found = iter(self._breaker.call(lambda: self._client.exists(every)))
-        return [all(list(islice(found, len(parts)))) for parts in names]
+        found = self._breaker.call(lambda: self._client.exists(every))
+        if all(found):
+            return [True] * len(keys)
+        each = iter(found)
+        return [all(list(islice(each, len(parts)))) for parts in names]
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         [(_, take)] = self.get_all([key])
