@@ -316,6 +316,7 @@ def test_models_that_are_not_here(monkeypatch, tmp_path):
     assert rows_of("smollm2-135m")["model"][0] == "warn"
     assert "models pull smollm2-135m" in rows_of("smollm2-135m")["model"][2]
     assert "hf download nobody/nothing" in rows_of("nobody/nothing")["model"][2]
+    assert "did you mean smollm2-135m?" in rows_of("smolm2-135m")["model"][2]
     assert rows_of("/nowhere/at/all", status=1)["model"][0] == "fail"
     assert list(tmp_path.iterdir()) == []
 

@@ -84,7 +84,7 @@ def test_bad_documents_are_refused_before_anything_is_loaded(corpus, tmp_path):
         (["--disk-path", "kv"], {"KVMOSAIC_CHUNK_CONTEXT": "system"}, "chunk_context=system"),
         (["--disk-path", "kv", "--vllm-options", "--seed 1"], {}, "--vllm-options need --engine vllm"),
         (["--remote", "ftp://host"], {}, "remote="),
-        (["--remote", "valkey://127.0.0.1:1"], {}, "is down"),
+        (["--remote", "valkey://127.0.0.1:1"], {}, "cannot be used"),
     ],
 )
 def test_settings_under_which_nothing_would_be_found_are_refused(corpus, monkeypatch, options, variables, message):

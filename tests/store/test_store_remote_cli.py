@@ -63,6 +63,7 @@ def test_ls_stats_verify_and_purge(tier: RemoteTier, server: Valkey | Mooncake) 
     tier._client.put([remote_key(make_entry(0, tenant="b").key)], [lambda: [memoryview(bytes(value))]])
     assert "4 entries checked, 1 damaged and deleted" in kvmosaic("verify", *where, check=1)
     assert result("verify", *where) == {"checked": 3, "set_aside": 0}
+    assert "nothing is stored for --tenant c, but for: a, b" in kvmosaic("purge", *where, "--tenant", "c")
     assert result("purge", *where, "--tenant", "a")["deleted"] == 2
     assert result("purge", *where, "--all")["deleted"] == 1
     assert not list(tier.scan())
@@ -95,7 +96,7 @@ def test_heads_that_are_stored_one_by_one(tier: RemoteTier, server: Valkey | Moo
     [
         (("ls",), "which store?"),
         (("ls", "--remote", "http://host"), "not the URL of a remote store"),
-        (("ls", "--remote", f"valkey://127.0.0.1:{free_port()}"), "is down"),
+        (("ls", "--remote", f"valkey://127.0.0.1:{free_port()}"), "cannot be used"),
         (("purge", "--remote", "valkey://127.0.0.1", "--path", "/tmp", "--all"), "not both"),
         (("stats", "--remote", "valkey://me:secret@127.0.0.1"), "://***@127.0.0.1: a password does not belong"),
     ],

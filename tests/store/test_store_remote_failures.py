@@ -207,7 +207,7 @@ def test_a_store_that_is_down_at_start_stops_nobody(url: str, caplog: pytest.Log
         assert time.perf_counter() - start < 2 * PATIENCE_S
         store.close()
     assert len(caplog.records) == 1, caplog.text
-    assert "is down" in caplog.text
+    assert "cannot be used" in caplog.text
 
 
 def test_a_store_that_comes_up_later_is_used(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_a_password_comes_from_the_environment(tmp_path, monkeypatch, caplog):
         server.kill()
     assert "WRONGPASS" in caplog.text
     assert "NOAUTH" in caplog.text
+    assert f"{PASSWORD} sets the password" in caplog.text
     assert "guessed" not in caplog.text
 
 
@@ -47,6 +48,16 @@ def test_a_user_comes_with_the_url(tmp_path, monkeypatch):
             keeps_an_entry(server.url.replace("//", "//nobody@"))
     finally:
         server.kill()
+
+
+def test_tls_where_the_server_has_none(tmp_path, caplog):
+    server = Valkey(tmp_path)
+    try:
+        with pytest.raises(TierDownError, match=r"no TLS .* does the server speak it"):
+            keeps_an_entry(server.url.replace("valkey:", "valkeys:"))
+    finally:
+        server.kill()
+    assert "does the server speak it" in caplog.text
 
 
 def test_tls_with_an_authority_that_is_trusted_and_without(tmp_path, monkeypatch):

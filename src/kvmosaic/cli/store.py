@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,10 +47,16 @@ def _open(path: Path | None, remote: str | None) -> "Tier":
     return DiskTier(path, capacity=0)
 
 
-def _select(tier: "Tier", model: str | None, tenant: str | None) -> Iterator["EntryInfo"]:
-    for info in tier.scan():
-        if model in (None, info.key.model) and tenant in (None, info.key.tenant):
-            yield info
+def _select(tier: "Tier", model: str | None, tenant: str | None, json: bool) -> list["EntryInfo"]:
+    """Entries of a model and a tenant; ``None``: of all. Says what there is if there are none, for names are long."""
+    entries = list(tier.scan())
+    for option, wanted, names in (
+        ("--model", model, {entry.key.model for entry in entries}),
+        ("--tenant", tenant, {entry.key.tenant for entry in entries}),
+    ):
+        if wanted is not None and names and wanted not in names:
+            print_line(f"nothing is stored for {option} {wanted}, but for: {', '.join(sorted(names))}", json)
+    return [entry for entry in entries if model in (None, entry.key.model) and tenant in (None, entry.key.tenant)]
 
 
 @app.command("ls")
@@ -64,7 +69,7 @@ def ls(
 ) -> None:
     """List what is stored."""
     with console.status("looking"):
-        entries = list(_select(_open(path, remote), model, tenant))
+        entries = _select(_open(path, remote), model, tenant, json)
     total = sum(entry.nbytes for entry in entries)
     print_table(
         f"{len(entries)} entries, {total / 2**20:.1f} MiB",
@@ -149,7 +154,7 @@ def purge(
         raise ConfigError("nothing chosen to purge; give --model, --tenant or --all")
     tier = _open(path, remote)
     with console.status("deleting"):
-        entries = list(_select(tier, model, tenant))
+        entries = _select(tier, model, tenant, json)
         tier.delete_all(entry.key for entry in entries)
     freed = sum(entry.nbytes for entry in entries)
     if everything and isinstance(tier, DiskTier):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,9 @@ def _find(name: str) -> str | Row:
             return name
     except HFValidationError:
         return Row("model", "fail", "no such folder", f"{name} is neither a folder nor a hub name; correct it")
-    fetch = f"{name} is neither a folder nor in the hub's cache; hf download {name}, then run this again"
+    similar = get_close_matches(name, CATALOG, n=1)
+    fetch = f"did you mean {similar[0]}?" if similar else f"hf download {name}, then run this again"
+    fetch = f"{name} is neither a folder nor in the hub's cache; {fetch}"
     return Row("model", "warn", "not on this machine, not checked", fetch)
 
 

@@ -42,7 +42,7 @@ class Breaker:
         """``function()``, which moves ``nbytes()`` bytes, a number known when the deadline is over at the latest.
         Raises :class:`TierDownError` when the store is down, or now found to be: what comes later is dropped."""
         if self._down is not None:
-            raise TierDownError(f"{self._name} is down ({self._down})")
+            raise TierDownError(f"{self._name} cannot be used ({self._down})")
         call = self._threads.start(function)
         try:
             if not call.wait(self._deadline_s):
@@ -54,7 +54,7 @@ class Breaker:
             raise
         except Exception as error:  # a foreign library may raise anything
             self._open(str(error) or repr(error))
-            raise TierDownError(f"{self._name} is down ({error})") from error
+            raise TierDownError(f"{self._name} cannot be used ({error})") from error
 
     def close(self) -> None:
         """End the probing and the threads."""
@@ -70,7 +70,7 @@ class Breaker:
             # and less often.
             relapsed = time.monotonic() - self._up_since < 2 * LONGEST_PAUSE_S
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if relapsed and self._up_since else FIRST_PAUSE_S
-        logger.warning("%s is down (%s); going on without it until it answers again", self._name, reason)
+        logger.warning("%s cannot be used (%s); going on without it until it can", self._name, reason)
         threading.Thread(target=self._wait_until_up, name="kvmosaic-probe", daemon=True).start()
 
     def _wait_until_up(self) -> None:
@@ -81,5 +81,5 @@ class Breaker:
                 continue
             self._up_since = time.monotonic()
             self._down = None
-            logger.warning("%s answers again", self._name)
+            logger.warning("%s can be used again", self._name)
             return

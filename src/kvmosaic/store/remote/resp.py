@@ -33,7 +33,7 @@ class Connection:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if url.tls:
-                self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=url.host)
+                self._start_tls(url.host, patience_s)
             self._received = b""
             self._at = 0
             password = os.environ.get(PASSWORD_VARIABLE)
@@ -46,6 +46,17 @@ class Connection:
         except BaseException:
             self._socket.close()
             raise
+
+    def _start_tls(self, host: str, patience_s: float) -> None:
+        # A server without TLS may just wait for more. Whoever waits for us would give up first, and not know why.
+        self._socket.settimeout(patience_s / 2)
+        try:
+            self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=host)
+        except (TimeoutError, ssl.SSLError) as error:
+            raise ConnectionError(
+                f"no TLS ({error}); does the server speak it on this port, and do we trust it?"
+            ) from error
+        self._socket.settimeout(patience_s)
 
     def send(self, commands: Iterable[Sequence[str | Value]]) -> None:
         """Send commands back to back; values are not copied, but for what is small."""
@@ -78,7 +89,8 @@ class Connection:
             text = rest.decode(errors="replace")
             if text.split(" ")[0] in REFUSALS:
                 return RefusedError(text)
-            raise ConnectionError(text)
+            login = f"; {PASSWORD_VARIABLE} sets the password, the URL the user" if "AUTH" in text[:9] else ""
+            raise ConnectionError(text + login)
         number = _number(rest)
         if kind == b":":
             return number
