@@ -94,6 +94,21 @@ def test_a_store_that_dies_costs_a_fetch_one_deadline(
     until(lambda: find(store, make_entry(2)).tier == "remote")
 
 
+def test_what_never_began_to_arrive_is_not_waited_for_longer(mortal: Valkey | Mooncake) -> None:
+    """However large it is known to be."""
+    large = [make_entry(number, tokens=2048, heads=8, layers=14, k_dim=64, v_dim=64) for number in range(2)]
+    writer, reader = opened(mortal.url), opened(mortal.url)
+    for entry in large:
+        assert writer.put(entry)
+    writer.close()
+    reader.fetch([large[0].key])
+    assert find(reader, large[0]).tier == "remote"
+    mortal.server.pause()
+    assert seconds(lambda: reader.fetch([large[1].key])) < PATIENCE_S
+    assert find(reader, large[1]).reason is MissReason.ERROR
+    mortal.server.resume()
+
+
 @pytest.mark.parametrize("how", ["killed", "hanging"])
 def test_a_dead_store_costs_one_deadline_once(
     mortal: Valkey | Mooncake, how: str, caplog: pytest.LogCaptureFixture

@@ -42,7 +42,10 @@ def test_without_new_threads_work_is_done_all_the_same(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     threads = Threads()
+    assert threads.map([lambda: 1, lambda: 2]) == [1, 2]
+    with pytest.raises(RuntimeError):  # it has a deadline, which nobody could keep
+        threads.start(lambda: 7)
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
     call = threads.start(lambda: 7)
     assert call.wait(0)
     assert call.result() == 7
-    assert threads.map([lambda: 1, lambda: 2]) == [1, 2]

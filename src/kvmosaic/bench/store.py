@@ -123,6 +123,8 @@ class Bench:
             for entry in self.entries:
                 self._put(writer, entry)
             writer.flush()
+            if writer.event_counts()["write_errors"]:
+                raise KvmosaicError("the store did not take an entry; the log says why")
 
         def get() -> None:
             reader.fetch(self.keys)
@@ -146,11 +148,11 @@ class Bench:
         ]
         for turn in range(REPEATS + 1):
             # Whoever comes next finds what the one before left in caches and in the store's free memory.
-            for name, put_all, get_all, clean in sides[:: 1 if turn % 2 else -1]:
+            for name, put_all, get_all, remove_all in sides[:: 1 if turn % 2 else -1]:
                 try:
                     seconds = _seconds(put_all), _seconds(get_all)
                 finally:
-                    clean()
+                    remove_all()
                 if turn > 0:  # the first connects, and touches memory for the first time
                     for operation, taken in zip(("put", "get"), seconds, strict=True):
                         times.setdefault((name, operation), []).append(taken)

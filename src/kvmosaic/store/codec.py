@@ -32,6 +32,8 @@ ALIGNMENT = 64
 """Bytes; the KV starts at a multiple of it."""
 SLICE_BYTES = 256 * 1024
 """Of a head, verified while the processor's cache still has them from being read."""
+WORTH_THREADS = 2 * 2**20
+"""Bytes of an entry that is read by several threads."""
 NO_CHECKSUM = xxhash.xxh3_128_hexdigest(b"")
 _THREADS = Threads()
 
@@ -131,7 +133,7 @@ def write_entry(path: Path, entry: ChunkKV) -> None:
     encoding, key = Encoding(entry), str(entry.key)
     with open(path, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         start = len(encoding.small(key, [NO_CHECKSUM] * entry.format.heads))
-        checksums = _THREADS.start(partial(_head_checksums, encoding.kv))
+        checksums = _THREADS.start(partial(_head_checksums, encoding.kv), or_here=True)
         try:
             _write_at(file.fileno(), encoding.kv.reshape(-1).data, start)
         finally:
@@ -203,8 +205,8 @@ class _File:
 
     def read_heads(self, first: int, last: int, heads: int) -> tuple[Bytes, list[str]]:
         kv = POOL.take(last - first).reshape(heads, -1)
-        starts = range(first, last, kv.shape[1])
-        return kv, _THREADS.map([partial(self._read_head, *each) for each in zip(kv, starts, strict=True)])
+        reads = [partial(self._read_head, head, first + index * head.nbytes) for index, head in enumerate(kv)]
+        return kv, _THREADS.map(reads) if kv.nbytes >= WORTH_THREADS else [read() for read in reads]
 
     def _read_head(self, head: Bytes, start: int) -> str:
         digest = xxhash.xxh3_128()

@@ -296,8 +296,6 @@ class TierStack:
             self._complain(tier, "delete", error)
 
     def _unreadable_reason(self, level: int, key: ChunkKey) -> MissReason | None:
-        if not self._unreadable:  # as almost always, and keys take a while to hash
-            return None
         reason, until = self._unreadable.get((level, key), (None, 0.0))
         if reason is not None and time.monotonic() > until:
             self._unreadable.pop((level, key), None)

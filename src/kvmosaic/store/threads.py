@@ -53,12 +53,15 @@ class Threads:
         self._idle: list[_Thread] = []
         self._lock = threading.Lock()
 
-    def start(self, function: Callable[[], T]) -> Call[T]:
-        """Start a call in an idle thread, or in a new one."""
+    def start(self, function: Callable[[], T], or_here: bool = False) -> Call[T]:
+        """Start a call in an idle thread, or in a new one. ``or_here``: if there can be none, make it right away."""
         call = Call(function)
         try:
             self._idle_or_new().calls.put(call)
-        except RuntimeError:  # a program that is ending can have no new threads, and still writes its last entries
+        except RuntimeError:
+            # From Python 3.12 on a program that is ending has no new threads, and still writes its last entries.
+            if not or_here and threading.main_thread().is_alive():
+                raise
             call.run()
             call.finish()
         return call
@@ -67,7 +70,7 @@ class Threads:
         """What all ``functions`` return, called by this thread and others at the same time: worth it for work that
         lets other threads run, such as checksums of large values."""
         ways = max(1, min(len(functions), os.cpu_count() or 1, MOST_AT_ONCE))
-        calls = [self.start(partial(_call_all, functions[way::ways])) for way in range(1, ways)]
+        calls = [self.start(partial(_call_all, functions[way::ways]), or_here=True) for way in range(1, ways)]
         own = Call(partial(_call_all, functions[::ways]))
         own.run()
         for call in calls:  # all of them, also if one fails: they may use what belongs to the caller
@@ -94,7 +97,7 @@ class Threads:
 
 class _Thread(threading.Thread):
     def __init__(self, idle: "list[_Thread]") -> None:
-        super().__init__(name="kvmosaic-remote", daemon=True)
+        super().__init__(name="kvmosaic-store", daemon=True)
         self.calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
         self._idle = idle
 

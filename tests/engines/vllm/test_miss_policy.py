@@ -8,6 +8,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.engines.vllm import backlog
+from kvmosaic.engines.vllm.cost import ENOUGH
 from kvmosaic.engines.vllm.messages import ChunkFill
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.conftest import SMALL
@@ -162,9 +163,24 @@ def test_never(llm, monkeypatch):
 
 def test_predicted_times_come_from_measured_ones(llm):
     documents = new_documents(3)
-    for _ in range(3):
+    for _ in range(1 + ENOUGH):  # the first fills them
         answer(llm, [prompt(f"Warm {random.random()}.", documents)])
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     lines = scheduler._costs[0]
     assert 0 < lines["blend"].seconds(100) < 60
     assert 0 < lines["remap"].seconds(100) < lines["blend"].seconds(100)
+
+
+def test_a_request_that_has_to_ask_again_is_not_judged_again(llm, monkeypatch):
+    """A step without room, or without blocks, sends it back: what was allowed once, as a trial, must not be spent."""
+    documents = new_documents(3)
+    for _ in range(1 + ENOUGH):
+        answer(llm, [prompt(f"Warm {random.random()}.", documents)])
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    judged, judge = [], scheduler._is_worth_it
+    monkeypatch.setattr(scheduler._judge, "is_faster", lambda *_: judged.append(True) or len(judged) == 1)
+    monkeypatch.setattr(scheduler, "_is_worth_it", lambda *given: judge(*given) and judge(*given))
+    [output] = answer(llm, [prompt("Asked twice.", documents)], report=True)
+    assert (output.kv_transfer_params["mode"], len(judged)) == ("reuse", 1)
+    [refused] = answer(llm, [prompt("And another one.", new_documents(1) + documents)], report=True)
+    assert refused.kv_transfer_params == {"mode": "plain", "fallback_reason": "cost"}

@@ -51,8 +51,8 @@ def _find(name: str) -> str | Row:
     except HFValidationError:
         return Row("model", "fail", "no such folder", f"{name} is neither a folder nor a hub name; correct it")
     similar = get_close_matches(name, CATALOG, n=1)
-    fetch = f"did you mean {similar[0]}?" if similar else f"hf download {name}, then run this again"
-    fetch = f"{name} is neither a folder nor in the hub's cache; {fetch}"
+    meant = f"did you mean {similar[0]}? Else " if similar else ""
+    fetch = f"{name} is neither a folder nor in the hub's cache; {meant}hf download {name}, then run this again"
     return Row("model", "warn", "not on this machine, not checked", fetch)
 
 

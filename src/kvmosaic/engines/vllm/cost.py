@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 REMEMBERED = 64
 """Observations that count."""
-CALM = 0.75
-"""The part of them that is believed. A busy machine, or a kernel's first launch, makes the others far too slow;
-nothing makes an observation too fast."""
-HOPE = 0.97
-"""Each time in a row that something was judged too slow to do, it is taken to be faster by this: only what is done is
-measured again, and a misjudgement must not last."""
+ENOUGH = 3
+"""With fewer nothing is predicted."""
+TOO_SLOW = 3.0
+"""What took so many times as long as most of about its size is not believed: a busy machine, or a kernel's first
+launch, makes an observation far too slow; nothing makes it too fast."""
+NEIGHBOURS = 3
+"""On either side, by size, that an observation is compared with."""
+TRIAL_SHARE = 0.05
+"""Of all time, what trying again may cost."""
 
 
 class Line(NamedTuple):
@@ -30,7 +33,7 @@ class _Observation(NamedTuple):
 
 
 class LinearCost:
-    """Fits a line to the latest observations, less the slowest."""
+    """Fits a line to the latest observations that can be believed."""
 
     def __init__(self) -> None:
         self._observations: deque[_Observation] = deque(maxlen=REMEMBERED)
@@ -40,27 +43,45 @@ class LinearCost:
         assert tokens > 0
         self._observations.append(_Observation(tokens, seconds))
 
-    def line(self) -> Line:
+    def line(self) -> Line | None:
         """The best line through zero tokens at zero or more seconds, with no negative slope."""
-        line = _fit(self._observations)
-        by_slowness = sorted(self._observations, key=lambda each: each.seconds / max(line.seconds(each.tokens), 1e-9))
-        return _fit(by_slowness[: max(1, int(CALM * len(by_slowness)))])
+        if len(self._observations) < ENOUGH:
+            return None
+        return _fit(_believable(sorted(self._observations)))
 
 
 class Judge:
-    """Whether to do something that is predicted to take so long, rather than something else."""
+    """Whether to do something that is predicted to take so long, rather than something else.
+
+    Only what is done is measured again, and a misjudgement must not last. So with all that is refused some time is
+    put by, and what is judged too slow is tried when there is enough to pay for it."""
 
     def __init__(self) -> None:
-        self._refusals = 0
+        self._put_by = 0.0
 
     def is_faster(self, predicted: float, otherwise: float) -> bool:
         """``predicted`` and ``otherwise``: seconds."""
-        faster = predicted * HOPE**self._refusals < otherwise
-        self._refusals = 0 if faster else self._refusals + 1
-        return faster
+        loss = max(0.0, predicted - otherwise)
+        if loss > self._put_by:
+            self._put_by += TRIAL_SHARE * otherwise
+            return False
+        self._put_by -= loss
+        return True
 
 
-def _fit(observations: Sequence[_Observation] | deque[_Observation]) -> Line:
+def _believable(observations: Sequence[_Observation]) -> list[_Observation]:
+    """Of observations by size those that are not far slower than others of about their size. Not than all others:
+    attention takes longer per token the more tokens there are."""
+    paces = [each.seconds / each.tokens for each in observations]
+    believable = []
+    for index, (each, pace) in enumerate(zip(observations, paces, strict=True)):
+        near = sorted(paces[max(0, index - NEIGHBOURS) : index + NEIGHBOURS + 1])
+        if pace <= TOO_SLOW * near[(len(near) - 1) // 2]:
+            believable.append(each)
+    return believable
+
+
+def _fit(observations: Sequence[_Observation]) -> Line:
     count = len(observations)
     tokens = sum(each.tokens for each in observations)
     seconds = sum(each.seconds for each in observations)

@@ -107,7 +107,8 @@ class ChunkLoader:
 
     def report(self, changes: dict[bytes, str | None], fetched: list[str]) -> RankReport:
         """What the scheduler should know of this rank."""
-        costs = {str(stage): cost.line() for stage, cost in self.timer.costs.items()}
+        lines = {str(stage): cost.line() for stage, cost in self.timer.costs.items()}
+        costs = {stage: line for stage, line in lines.items() if line is not None}
         off = self.off_reason is not None
         return RankReport(self._ranks.rank, self.cache.store.fastest_tier, changes, fetched, costs, off)
 

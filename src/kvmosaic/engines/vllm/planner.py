@@ -31,6 +31,8 @@ class Plan:
     """Chunks that nobody here knows and the remote tier was asked for."""
     predicted: float | None = None
     """Seconds that bringing its chunks will take, where that was asked and costs were measured."""
+    is_worth_it: bool = False
+    """Whether that was found to be faster than a plain prefill, since it last asked for blocks."""
     waiting_for: set[int] | None = None
     """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
     deadline: float | None = None

@@ -192,6 +192,7 @@ class ChunkScheduler:
             self._tokens_in_step += self._cost(plan, local)
         elif plan.waiting_for is not None:
             self._work.released.append(request.request_id)
+        plan.is_worth_it = False
         plan.waiting_for = plan.deadline = None  # if it is preempted and comes back, it asks anew
 
     def take_work(self, step: Any) -> StepWork:
@@ -303,7 +304,7 @@ class ChunkScheduler:
     def _is_worth_it(self, request: Any, plan: Plan, local: int) -> bool:
         """Whether reusing what there is will be faster than a plain prefill; if not, the request gets one. Missing
         chunks are noted, to be filled in the background."""
-        if self._config.miss_policy == "fill-first" or self._begins_inside(plan, local):
+        if plan.is_worth_it or self._config.miss_policy == "fill-first" or self._begins_inside(plan, local):
             return True
         if self._config.miss_policy == "background":
             for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
@@ -317,10 +318,11 @@ class ChunkScheduler:
             if plan.is_probed and all("probe" in costs for costs in self._costs.values()):
                 plan.predicted += self._seconds("probe", ahead)
             is_faster = computed < ahead and self._judge.is_faster(plan.predicted, self._seconds("blend", ahead))
-        else:  # nothing was measured yet
+        else:  # too little was measured yet
             is_faster = computed < ahead
         if not is_faster:
             self._serve_plainly(request, "cost")
+        plan.is_worth_it = is_faster
         return is_faster
 
     def _begins_inside(self, plan: Plan, local: int) -> bool:

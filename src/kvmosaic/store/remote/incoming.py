@@ -1,4 +1,4 @@
-"""The values of one entry on their way from a remote store."""
+"""The values of entries on their way from a remote store."""
 
 from collections.abc import Sequence
 
@@ -53,8 +53,13 @@ class IncomingEntry:
     def nbytes(self) -> int:
         """Bytes of all values, as far as is known: a store may tell a length only when it comes to that value, but
         all are about as long."""
-        longest = max((sum(map(len, value)) for value in list(self._values.values())), default=self._kv_bytes)
+        longest = max((sum(map(len, value)) for value in list(self._values.values())), default=0)
         return len(self._keys) * longest
+
+    @property
+    def expected_bytes(self) -> int:
+        """About how many they will be, judged by the format; 0 if that is not known."""
+        return self.num_values * self._kv_bytes
 
 
 class IncomingEntries:

@@ -49,10 +49,10 @@ class Connection:
 
     def _start_tls(self, host: str, patience_s: float) -> None:
         # A server without TLS may just wait for more. Whoever waits for us would give up first, and not know why.
-        self._socket.settimeout(patience_s / 2)
+        self._socket.settimeout(0.9 * patience_s)
         try:
             self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=host)
-        except (TimeoutError, ssl.SSLError) as error:
+        except (TimeoutError, ConnectionError, ssl.SSLError) as error:
             raise ConnectionError(
                 f"no TLS ({error}); does the server speak it on this port, and do we trust it?"
             ) from error

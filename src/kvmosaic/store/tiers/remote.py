@@ -71,8 +71,8 @@ class RemoteTier(Tier):
         batch: list[IncomingEntry] = []
         for key in keys:
             entry = self._incoming(key)
-            room = self._client.read_at_once_bytes - sum(each.nbytes() for each in batch)
-            if batch and not 0 < entry.nbytes() <= room:
+            room = self._client.read_at_once_bytes - sum(each.expected_bytes for each in batch)
+            if batch and not 0 < entry.expected_bytes <= room:
                 yield from self._read_together(batch)
                 batch, entry = [], self._incoming(key)  # of a format that is known by now, if it was the same
             batch.append(entry)
@@ -86,11 +86,13 @@ class RemoteTier(Tier):
         names = [name for entry in batch for name in names_of(entry.key)]
         every = IncomingEntries(batch)
         lengths: list[int] = []
-        failure: TierDownError | RefusedError | None = None
+        failure: Callable[[], OSError] | None = None
         try:
             lengths = self._breaker.call(lambda: self._client.get_into(names, every), every.nbytes)
         except (TierDownError, RefusedError) as error:
-            failure = error
+            failure = partial(
+                type(error), str(error)
+            )  # not itself, which has all of this call's memory in its traceback
         at = 0
         for entry in batch:
             own = slice(at, at + entry.num_values)
@@ -98,11 +100,11 @@ class RemoteTier(Tier):
             at += entry.num_values
 
     def _taken(
-        self, incoming: IncomingEntry, names: list[str], lengths: list[int], failure: OSError | None
+        self, incoming: IncomingEntry, names: list[str], lengths: list[int], failure: Callable[[], OSError] | None
     ) -> ChunkKV | None:
         """The entry that came in, if it did."""
         if failure is not None:
-            raise failure
+            raise failure()
         key = incoming.key
         parts = [part for _, part in sorted(incoming.parts.items()) if isinstance(part, Decoded)]
         damage = {names[index]: part for index, part in incoming.parts.items() if not isinstance(part, Decoded)}
