@@ -71,9 +71,8 @@ class Breaker:
             relapsed = time.monotonic() - self._up_since < 2 * LONGEST_PAUSE_S
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if relapsed and self._up_since else FIRST_PAUSE_S
         logger.warning("%s cannot be used (%s); going on without it until it can", self._name, reason)
-        if (
-            threading.main_thread().is_alive()
-        ):  # else the program is ending, and nobody waits for the store to be back
+        # Else the program is ending, and nobody waits for the store to be back.
+        if threading.main_thread().is_alive():
             threading.Thread(target=self._wait_until_up, name="kvmosaic-probe", daemon=True).start()
 
     def _wait_until_up(self) -> None:

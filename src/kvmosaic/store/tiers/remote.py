@@ -90,9 +90,8 @@ class RemoteTier(Tier):
         try:
             lengths = self._breaker.call(lambda: self._client.get_into(names, every), every.nbytes)
         except (TierDownError, RefusedError) as error:
-            failure = partial(
-                type(error), str(error)
-            )  # not itself, which has all of this call's memory in its traceback
+            # Not the error itself: its traceback keeps the memory of the whole batch.
+            failure = partial(type(error), str(error))
         at = 0
         for entry in batch:
             own = slice(at, at + entry.num_values)
