@@ -107,9 +107,10 @@ def until(condition, process):
 
 
 def half_written(folder: Path) -> Path | None:
+    """A file without its header, which is written last."""
     for path in folder.glob("incoming/*"):
-        with suppress(FileNotFoundError):
-            if 0 < path.stat().st_size < ENTRY_BYTES:
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            if not any(file.read(8)):
                 return path
     return None
 
@@ -123,22 +124,23 @@ def opened(pid: int) -> list[str]:
     return links
 
 
-def stopped_reading(process) -> str | None:
-    """The entry that a process has open, if it could be stopped before it closed it."""
+def entry_opened(process) -> str | None:
+    return next((link for link in opened(process.pid) if link.endswith(".safetensors")), None)
 
-    def entries():
-        return [link for link in opened(process.pid) if link.endswith(".safetensors")]
+
+def stopped_while(condition, process):
+    """What ``condition`` finds, if the process could be stopped before that was over."""
 
     def is_stopped():
         threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
         return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads) or None
 
-    if not entries():
+    if condition() is None:
         return None
     process.send_signal(signal.SIGSTOP)
     until(is_stopped, process)
-    if found := entries():
-        return found[0]
+    if found := condition():
+        return found
     process.send_signal(signal.SIGCONT)
     return None
 
@@ -160,7 +162,7 @@ def test_engines_that_share_a_directory(model, tmp_path):
     writer = Engine(model, **settings)
     for seed in range(3):
         writer.send(draw(seed))
-    left = until(lambda: half_written(tmp_path), writer.process)
+    left = until(lambda: stopped_while(lambda: half_written(tmp_path), writer.process), writer.process)
     writer.kill()
     assert half_written(tmp_path) == left
     verify(*where)
@@ -169,7 +171,7 @@ def test_engines_that_share_a_directory(model, tmp_path):
     plain = served(reader)
     for _ in range(9):
         reader.send(draw(0))
-    until(lambda: stopped_reading(reader.process), reader.process)
+    until(lambda: stopped_while(lambda: entry_opened(reader.process), reader.process), reader.process)
     reader.kill()
     assert verify(*where) >= PARTS
 
