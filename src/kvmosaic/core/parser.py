@@ -120,4 +120,6 @@ class ChunkTokenParser:
 
 def _plain_ints(tokens: Sequence[int]) -> list[int]:
     """Token ids as Python's integers; arrays and tensors yield numbers of their own kind."""
+    if isinstance(tokens, list) and set(map(type, tokens)) == {int}:
+        return tokens
     return array("q", tokens.tolist() if hasattr(tokens, "tolist") else tokens).tolist()

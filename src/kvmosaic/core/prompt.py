@@ -1,7 +1,9 @@
 """A prompt cut into system, chunks and question."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvmosaic.core.errors import PromptError
 
@@ -47,6 +49,11 @@ class ChunkedPrompt:
     def question(self) -> Span:
         """The tokens after the last chunk; the whole prompt when it has no chunks."""
         return Span(self.chunks[-1].end if self.chunks else 0, len(self.token_ids))
+
+    @cached_property
+    def words(self) -> "array[int]":
+        """The token ids as 32-bit numbers, for whoever needs them as bytes: making those is most of what it costs."""
+        return array("i", self.token_ids)
 
     def tokens_of(self, span: Span) -> tuple[int, ...]:
         return self.token_ids[span.start : span.end]

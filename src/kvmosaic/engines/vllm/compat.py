@@ -4,12 +4,13 @@ Everything else is the connector interface, ``worker_cls``, and ``torch.nn.Modul
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.lora.layers import LoRAMapping
@@ -89,7 +90,7 @@ class BlockSalts:
         self._original: Callable[[Any], list[Any]] | None = request._block_hasher
         self.plain = list(request.block_hashes)
         """The hashes without salts."""
-        self._salts: list[tuple[int, float, int]] = []
+        self._salts: list[tuple[int, int | None, NDArray[np.uint8]]] = []
         """First block, end, and what is mixed into the hashes between them."""
         if self._original is not None:  # else nothing is ever hashed
             request._block_hasher = self._hash
@@ -97,10 +98,9 @@ class BlockSalts:
     def add(self, salt: bytes, first: int, end: int | None = None) -> None:
         """Salt the hashes of blocks ``first .. end-1``, or of all from ``first`` on, also those not full yet.
         Never the same salt twice: that would undo it."""
-        number = int.from_bytes(hashlib.sha256(salt).digest(), "big")
-        self._salts.append((first, math.inf if end is None else end, number))
+        self._salts.append((first, end, np.frombuffer(hashlib.sha256(salt).digest(), np.uint8)))
         hashes = self._request.block_hashes
-        hashes[first:end] = [self._salted(index, self.plain[index]) for index in range(len(hashes))[first:end]]
+        hashes[first:end] = self._salted(self.plain[: len(hashes)][first:end], first)
 
     def _hash(self, request: Any) -> list[Any]:
         mine = request.block_hashes
@@ -110,19 +110,18 @@ class BlockSalts:
         new = self._original(request)
         request.block_hashes = mine
         self.plain.extend(new)
-        return [self._salted(len(mine) + index, value) for index, value in enumerate(new)]
+        return self._salted(new, len(mine))
 
-    def _salted(self, block: int, value: Any) -> Any:
-        for first, end, number in self._salts:
-            if first <= block < end:
-                value = _salted(value, number)
-        return value
-
-
-def _salted(value: bytes, number: int) -> Any:
-    """Another hash for each hash: as hard to meet by chance as the first, and there are a thousand to make."""
-    size = len(value)
-    return ((int.from_bytes(value, "big") ^ number) & ((1 << 8 * size) - 1)).to_bytes(size, "big")
+    def _salted(self, hashes: list[Any], block: int) -> list[Any]:
+        """What stands in for ``hashes``, which are of the blocks from ``block`` on: as hard to meet by chance."""
+        if not hashes:
+            return []
+        size = len(hashes[0])
+        mixed = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), size).copy()
+        for first, end, salt in self._salts:
+            mixed[max(0, first - block) : None if end is None else max(0, end - block)] ^= salt[-size:]
+        joined = mixed.tobytes()  # a prompt may have thousands
+        return [joined[at : at + size] for at in range(0, len(joined), size)]
 
 
 def count_cached_tokens(request: Any, local: int, reused: int) -> None:

@@ -35,8 +35,8 @@ class ChunkLoad:
 
     def blend_digest(self) -> bytes:
         """Everything that a policy's choice depends on."""
-        text = repr((self.prompt, self.ratio, self.policy))
-        return hashlib.sha256(text.encode()).digest()
+        text = repr((self.prompt.chunks, self.ratio, self.policy))
+        return hashlib.sha256(text.encode() + self.prompt.words.tobytes()).digest()
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,9 @@ class Plan:
         """Everything that the KV of chunks depends on besides the tokens up to there."""
         text = repr((self.ratio, self.prompt.chunks))
         if 0 < self.ratio < 1:
-            # What is recomputed depends on the policy and, with most, on all of the prompt.
-            text += repr((self.policy, self.prompt.token_ids if self.is_probed else None))
-        return text.encode()
+            text += repr(self.policy)
+        # What is recomputed depends on the policy and, with most, on all of the prompt.
+        return text.encode() + (self.prompt.words.tobytes() if self.is_probed else b"")
 
 
 class Planner:
@@ -105,7 +105,8 @@ class Planner:
         if request.pooling_params is not None or request.skip_reading_prefix_cache:
             return "every-token-wanted"  # prompt logprobs and pooling need hidden states that reuse does not compute
         context, algorithm = self.context(prompt), self._config.chunk_hash_algorithm
-        digests = tuple(content_hash(prompt.tokens_of(span), context, algorithm) for span in prompt.chunks)
+        words = prompt.words
+        digests = tuple(content_hash(words[span.start : span.end], context, algorithm) for span in prompt.chunks)
         if request.cache_salt is not None:
             # Who asks to be kept apart from others in vLLM's prefix cache is kept apart here.
             salt = request.cache_salt.encode()

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from kvmosaic.blend.base import PROBE_TOKENS
@@ -354,5 +354,5 @@ class ChunkScheduler:
             "mode": mode,
             "prefix_tokens": local,
             "reused_tokens": int(reused),
-            "chunks": [asdict(chunk) for chunk in chunks],
+            "chunks": [chunk.as_dict() for chunk in chunks],
         }
