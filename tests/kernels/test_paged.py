@@ -9,6 +9,7 @@ GPU = torch.cuda.is_available()
 pytest.importorskip("triton")
 from kvmosaic.core.rotation import RotaryColumns  # noqa: E402
 from kvmosaic.core.window import WHOLE, WindowTails  # noqa: E402
+from kvmosaic.kernels import paged  # noqa: E402
 from kvmosaic.kernels.paged import (  # noqa: E402
     Move,
     PagedCaches,
@@ -16,6 +17,7 @@ from kvmosaic.kernels.paged import (  # noqa: E402
     gather_reference,
     scatter,
     scatter_reference,
+    scatter_slowly,
 )
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -102,6 +104,24 @@ def test_gather_equals_its_reference(seed):
     gather(moves, caches, blocks)
     for ours, theirs in zip(moves, expected, strict=True):
         assert torch.equal(ours.data, theirs.data)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_arrive_group_by_group(seed, monkeypatch):
+    monkeypatch.setattr(paged, "FEW_PROGRAMS", random.choice([1, 3, 32]))
+    moves, caches, blocks, first = random_case(seed)
+    moves, tails = with_tails(moves, caches, random.Random(seed))
+    before, expected = copies(caches), copies(caches)
+    scatter_reference(moves, expected, blocks, first, tails)
+    cut = random.randint(0, len(caches.layers))
+    groups = [group for group in (range(cut), range(cut, len(caches.layers))) if group]
+    arrived = set()
+    for group in scatter_slowly(moves, caches, blocks, first, tails, groups):
+        arrived.update(group)
+        for index, layer in enumerate(caches.layers):
+            wanted = (expected if index in arrived else before).layers[index]
+            torch.testing.assert_close(layer, wanted, rtol=0.02, atol=0.02)
+    assert len(arrived) == len(caches.layers)
 
 
 def test_what_is_gathered_scatters_back():

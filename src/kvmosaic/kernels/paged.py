@@ -4,7 +4,7 @@
 Each is a Triton kernel beside a torch reference of the same meaning, which runs everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -23,7 +23,10 @@ except ImportError:  # then the torch reference is all there is, and nobody asks
     triton = None
 
 TILE = 32
-"""Tokens that one program of the kernel moves, in one layer."""
+"""Tokens that the kernel moves at a time, in one layer."""
+FEW_PROGRAMS = 32
+"""Enough to keep a bus busy that is far slower than the GPU's own memory, few enough to leave most of the GPU to
+others."""
 
 
 class Move(NamedTuple):
@@ -80,12 +83,27 @@ def scatter(
 ) -> None:
     """Copy entries, which keep what ``tails`` say, into the sequence in ``blocks``, except to positions below
     ``first``; keys are turned."""
-    _launch(moves, caches, blocks, first, tails, into_cache=True)
+    for _ in _launch(moves, caches, blocks, first, tails, into_cache=True, groups=[range(len(caches.layers))]):
+        pass
+
+
+def scatter_slowly(
+    moves: Sequence[Move],
+    caches: PagedCaches,
+    blocks: Sequence[int],
+    first: int,
+    tails: WindowTails,
+    groups: Sequence[range],
+) -> Iterator[range]:
+    """:func:`scatter` for entries in host memory, beside other work: some layers after the others, each of ``groups``
+    named when it was launched."""
+    return _launch(moves, caches, blocks, first, tails, into_cache=True, groups=groups, programs=FEW_PROGRAMS)
 
 
 def gather(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int]) -> None:
     """Copy the sequence in ``blocks`` into the ``data`` of each move, as it is and all of it."""
-    _launch(moves, caches, blocks, 0, WHOLE, into_cache=False)
+    for _ in _launch(moves, caches, blocks, 0, WHOLE, into_cache=False, groups=[range(len(caches.layers))]):
+        pass
 
 
 def scatter_reference(
@@ -144,8 +162,11 @@ def _launch(
     first: int,
     tails: WindowTails,
     into_cache: bool,
-) -> None:
-    """One launch over tiles of tokens times layers. Copies its small plan to the device; waits for nothing."""
+    groups: Sequence[range],
+    programs: int | None = None,
+) -> Iterator[range]:
+    """A launch over tiles of tokens times layers for each of ``groups``, which is named then. Copies its small plan
+    to the device; waits for nothing. ``programs``: at most so many share a launch."""
     if not moves:
         return
     heads, layers, width = len(moves[0].data), len(caches.layers), caches.k_dim + caches.v_dim
@@ -165,34 +186,40 @@ def _launch(
     tables = [table for table in caches.tables if table is not None]
     pairs = columns.width // 2 if columns is not None and into_cache and tables else 0
     interleaved = columns is not None and columns.interleaved
-    _move_tile[(len(tiles), layers)](
-        plan,
-        plan[5 * len(tiles) :],
-        caches.pointers[0],
-        caches.pointers[1],
-        _windowed(layers, tails, device),
-        first,
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        HEADS=heads,
-        LAYERS=layers,
-        WINDOWED=len(tails.layers),
-        TAIL=tails.tokens,
-        BLOCK=caches.block_size,
-        K_DIM=caches.k_dim,
-        V_DIM=caches.v_dim,
-        WIDEST=triton.next_power_of_2(max(caches.k_dim, caches.v_dim)),
-        PAIRS=pairs,
-        PAIRS_PADDED=triton.next_power_of_2(max(pairs, 1)),
-        START=columns.start if columns is not None else 0,
-        STEP=2 if interleaved else 1,
-        APART=1 if interleaved else pairs,
-        INTO_CACHE=into_cache,
-        DTYPE=_triton_type(cache.dtype),
-        TABLE_DTYPE=_triton_type(tables[0].dtype if tables else cache.dtype),
-        TILE=TILE,
-    )
+    for group in groups:
+        work = len(tiles) * len(group)
+        _move_tiles[(min(work, programs or work),)](
+            plan,
+            len(tiles),
+            group.start,
+            work,
+            plan[5 * len(tiles) :],
+            caches.pointers[0],
+            caches.pointers[1],
+            _windowed(layers, tails, device),
+            first,
+            cache.stride(0),
+            cache.stride(1),
+            cache.stride(2),
+            HEADS=heads,
+            LAYERS=layers,
+            WINDOWED=len(tails.layers),
+            TAIL=tails.tokens,
+            BLOCK=caches.block_size,
+            K_DIM=caches.k_dim,
+            V_DIM=caches.v_dim,
+            WIDEST=triton.next_power_of_2(max(caches.k_dim, caches.v_dim)),
+            PAIRS=pairs,
+            PAIRS_PADDED=triton.next_power_of_2(max(pairs, 1)),
+            START=columns.start if columns is not None else 0,
+            STEP=2 if interleaved else 1,
+            APART=1 if interleaved else pairs,
+            INTO_CACHE=into_cache,
+            DTYPE=_triton_type(cache.dtype),
+            TABLE_DTYPE=_triton_type(tables[0].dtype if tables else cache.dtype),
+            TILE=TILE,
+        )
+        yield group
 
 
 @lru_cache(maxsize=16)
@@ -209,8 +236,11 @@ def _triton_type(dtype: torch.dtype) -> Any:
 if triton is not None:
 
     @triton.jit
-    def _move_tile(  # type: ignore[no-untyped-def]
+    def _move_tiles(  # type: ignore[no-untyped-def]
         tiles,
+        num_tiles,
+        first_layer,
+        work,
         blocks,
         cache_addresses,
         table_addresses,
@@ -237,8 +267,67 @@ if triton is not None:
         TABLE_DTYPE: tl.constexpr,
         TILE: tl.constexpr,
     ):
-        tile = tiles + tl.program_id(0) * 5
-        layer = tl.program_id(1)
+        for index in range(tl.program_id(0), work, tl.num_programs(0)):
+            _move_tile(
+                tiles + index % num_tiles * 5,
+                first_layer + index // num_tiles,
+                blocks,
+                cache_addresses,
+                table_addresses,
+                windowed,
+                first,
+                stride_block,
+                stride_head,
+                stride_token,
+                HEADS,
+                LAYERS,
+                WINDOWED,
+                TAIL,
+                BLOCK,
+                K_DIM,
+                V_DIM,
+                WIDEST,
+                PAIRS,
+                PAIRS_PADDED,
+                START,
+                STEP,
+                APART,
+                INTO_CACHE,
+                DTYPE,
+                TABLE_DTYPE,
+                TILE,
+            )
+
+    @triton.jit
+    def _move_tile(  # type: ignore[no-untyped-def]
+        tile,
+        layer,
+        blocks,
+        cache_addresses,
+        table_addresses,
+        windowed,
+        first,
+        stride_block,
+        stride_head,
+        stride_token,
+        HEADS: tl.constexpr,
+        LAYERS: tl.constexpr,
+        WINDOWED: tl.constexpr,
+        TAIL: tl.constexpr,
+        BLOCK: tl.constexpr,
+        K_DIM: tl.constexpr,
+        V_DIM: tl.constexpr,
+        WIDEST: tl.constexpr,
+        PAIRS: tl.constexpr,
+        PAIRS_PADDED: tl.constexpr,
+        START: tl.constexpr,
+        STEP: tl.constexpr,
+        APART: tl.constexpr,
+        INTO_CACHE: tl.constexpr,
+        DTYPE: tl.constexpr,
+        TABLE_DTYPE: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
         # Entries and caches are aligned to 16 bytes; said so, loads are as wide as the hardware has them.
         entry = tl.multiple_of(tl.load(tile).to(tl.pointer_type(DTYPE)), 16)
         tokens = tl.load(tile + 1)

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappin
 __all__ = [
     "Attend",
     "BlockSalts",
+    "asks_for_layers",
     "attention_by",
     "build_attn_metadata",
     "build_slot_mappings_by_layer",
@@ -154,12 +155,17 @@ the result goes ``[tokens, heads, v_dim]``, and what the backend itself would do
 class _Attention:
     """A backend's attention of one layer, asked of somebody else; everything else is the backend's."""
 
-    def __init__(self, backend: Any, attend: Attend) -> None:
+    def __init__(self, backend: Any, attend: Attend, before: Callable[[Any], None]) -> None:
         self._backend = backend
         self._attend = attend
+        self._before = before
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    def do_kv_cache_update(self, layer: Any, *given: Any) -> None:
+        self._before(layer)
+        self._backend.do_kv_cache_update(layer, *given)
 
     def forward(
         self,
@@ -180,11 +186,12 @@ class _Attention:
 
 
 @contextmanager
-def attention_by(attend: Attend, layers: Sequence[Any]) -> Iterator[None]:
-    """Have ``attend`` do the attention of some layers. Compiled code looks for it when it runs, not before."""
+def attention_by(attend: Attend, before: Callable[[Any], None], layers: Sequence[Any]) -> Iterator[None]:
+    """Have ``attend`` do the attention of some layers, and ``before`` be called with each before its K and V are
+    written. Compiled code looks for them when it runs, not before."""
     backends = [layer.impl for layer in layers]
     for layer, backend in zip(layers, backends, strict=True):
-        layer.impl = _Attention(backend, attend)
+        layer.impl = _Attention(backend, attend, before)
     try:
         yield
     finally:
@@ -203,6 +210,12 @@ def is_plain_attention(layer: Any) -> bool:
         and getattr(impl, "sinks", None) is None
         and not getattr(impl, "logits_soft_cap", None)
     )
+
+
+def asks_for_layers(forward_context: Any) -> bool:
+    """Whether a forward is about to call the connector's ``wait_for_layer_load`` for every layer."""
+    mode = forward_context.cudagraph_runtime_mode
+    return forward_context.attn_metadata is not None and mode != CUDAGraphMode.FULL
 
 
 def graph_size(runner: Any, tokens: int) -> int | None:

@@ -20,7 +20,7 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.sink import sink_tokens
 from kvmosaic.core.window import WHOLE, WindowTails, reachable_tail
 from kvmosaic.engines.self_test import OFF
-from kvmosaic.engines.vllm.compat import hash_block_size, sliding_window, unsupported_cache
+from kvmosaic.engines.vllm.compat import asks_for_layers, hash_block_size, sliding_window, unsupported_cache
 from kvmosaic.engines.vllm.events import PrefixEvents, event_groups
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.kernel_blocks import KernelBlocks
@@ -220,6 +220,9 @@ class ChunkConnector(KVConnectorBase_V1):
             self.loader.fill_in_background(work.fills)
         finally:
             self._connector_metadata = work
+            # A graph of whole steps asks for no layers one by one; nor do steps that compute nothing.
+            if not asks_for_layers(forward_context):
+                self.loader.wait_for_all()
 
     def build_connector_worker_meta(self) -> StepReport | None:
         assert self.loader is not None
@@ -255,13 +258,17 @@ class ChunkConnector(KVConnectorBase_V1):
         return ChunkPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is pending: loads end before the forward starts."""
+        """What comes from host memory may still be on its way; all else is there before the forward starts."""
+        assert self.loader is not None
+        self.loader.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Chunks are stored when they are filled, never from a request's own KV."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: the store writes in the background."""
+        """The store writes in the background. What was to arrive has to be there, also if nobody asked for it."""
+        if self.loader is not None:
+            self.loader.wait_for_all()
 
     def shutdown(self) -> None:
         if self.fetcher is not None:

@@ -11,13 +11,14 @@ from kvmosaic.blend.base import Part as KVPart
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.rotary import LayerRotary
+from kvmosaic.engines.vllm.arrivals import Arrivals
 from kvmosaic.engines.vllm.blocks import KV, Part, RequestBlocks
 from kvmosaic.engines.vllm.compat import paged_cache
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import VllmTable
 from kvmosaic.engines.vllm.rows import Row
 from kvmosaic.engines.vllm.sparse import SparseForward
-from kvmosaic.kernels.paged import Move, PagedCaches, gather, gather_reference, scatter
+from kvmosaic.kernels.paged import Move, PagedCaches, gather, gather_reference, scatter, scatter_slowly
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class KernelBlocks(RequestBlocks):
         self._forward = forward
         self.tails = tails
         self._caches = caches
+        self._arrivals = forward.arrivals = Arrivals(forward.device, len(caches.layers))
         self._being_read: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
         """Host memory that the GPU was told to read. Its allocator does not know, and would hand it out again."""
 
@@ -59,27 +61,23 @@ class KernelBlocks(RequestBlocks):
         return cls(forward, caches, tails)
 
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
-        sources = [_readable(entry.data) for entry, _ in moves]
-        scatter(
-            [
-                Move(data, len(entry.tokens), entry.first_position, at)
-                for data, (entry, at) in zip(sources, moves, strict=True)
-            ],
-            self._caches,
-            blocks[0],
-            first,
-            self.tails,
-        )
+        every = [Move(_readable(entry.data), len(entry.tokens), entry.first_position, at) for entry, at in moves]
+        # What is on the GPU already may be overwritten by what its stream does next, so it is read in that order.
+        scatter([move for move in every if move.data.is_cuda], self._caches, blocks[0], first, self.tails)
         while self._being_read and self._being_read[0][0].query():
             self._being_read.popleft()
-        from_host = [data for data in sources if not data.is_cuda]
+        from_host = [move for move in every if not move.data.is_cuda]
         if from_host:
-            self._being_read.append((torch.cuda.current_stream().record_event(), from_host))
+            over = self._arrivals.follow(
+                scatter_slowly(from_host, self._caches, blocks[0], first, self.tails, self._arrivals.groups)
+            )
+            self._being_read.append((over, [move.data for move in from_host]))
 
     def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
         self._forward.run(rows)
         if not parts:
             return []
+        self._arrivals.wait_for_all()
         size = self._caches.block_size
         # The blocks of all rows in question one after the other, as if they were one sequence.
         blocks: list[int] = []
@@ -94,6 +92,7 @@ class KernelBlocks(RequestBlocks):
     def reused(
         self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], layer: int, part: KVPart
     ) -> torch.Tensor:
+        self._arrivals.wait(layer)
         size, cache = self._caches.block_size, self._caches.layers[layer]
         positions = np.concatenate([np.arange(at, at + len(entry.tokens)) for entry, at in moves])
         ids = np.asarray(blocks[0], dtype=np.int64)[positions // size]
@@ -106,6 +105,7 @@ class KernelBlocks(RequestBlocks):
         return True
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
+        self._arrivals.wait_for_all()
         move = self._room(start, end - start)
         gather([move], self._caches, blocks)
         return _split(move, self._caches)

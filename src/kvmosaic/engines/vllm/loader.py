@@ -131,6 +131,18 @@ class ChunkLoader:
         self.cache.clear()
         self._blender.clear()
 
+    def wait_for_layer(self, name: str) -> None:
+        """Have the GPU wait for what is on its way into a layer."""
+        arrivals = self._forward.arrivals
+        layer = self._forward.index_of.get(name)
+        if arrivals is not None and layer is not None:
+            arrivals.wait(layer)
+
+    def wait_for_all(self) -> None:
+        """Likewise for all layers."""
+        if self._forward.arrivals is not None:
+            self._forward.arrivals.wait_for_all()
+
     def load(self, loads: Sequence[ChunkLoad]) -> None:
         """Bring positions ``load.first`` up to the question of each request into its blocks. Whatever goes wrong with
         a request's chunks, on any rank, it is prefilled as plain vLLM would."""

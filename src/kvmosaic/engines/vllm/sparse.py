@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
+from kvmosaic.engines.vllm.arrivals import Arrivals
 from kvmosaic.engines.vllm.compat import (
     attention_by,
     build_attn_metadata,
@@ -54,6 +55,7 @@ class SparseForward:
         names = [name for group in self._kv_cache_config.kv_cache_groups for name in group.layer_names]
         self.layers: list[Any] = [context[name] for name in sorted(names, key=_layer_index)]
         """The attention layers, first to last."""
+        self.index_of = {layer.layer_name: index for index, layer in enumerate(self.layers)}
         self._group_of = {
             name: index
             for index, group in enumerate(self._kv_cache_config.kv_cache_groups)
@@ -64,6 +66,8 @@ class SparseForward:
         self._most_rows = vllm_config.scheduler_config.max_num_seqs
         """Backends are made for so many sequences."""
         self._tiles: TileAttention | None = None
+        self.arrivals: Arrivals | None = None
+        """What is on its way into the cache."""
 
     @property
     def max_tokens(self) -> int:
@@ -229,22 +233,27 @@ class SparseForward:
         slots = np.pad(np.stack(self._slots(sequences)), ((0, 0), padding), constant_values=-1)  # not written
         tokens = np.pad(np.array([token for row in rows for token in row.tokens], dtype=np.int32), padding)
         inputs = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
-        index_of = {layer.layer_name: index for index, layer in enumerate(self.layers)}
 
         def attend(
             layer: Any, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
         ) -> None:
+            before(layer)  # it may have K and V of another layer's
             if observe is not None:
-                observe(index_of[layer.layer_name], q[:count], k[:count], v[:count])
+                observe(self.index_of[layer.layer_name], q[:count], k[:count], v[:count])
             if tiles is None or queries is None:
                 backend()
             else:
                 tiles.attend(layer, q[:count], queries, out[:count])
 
+        def before(layer: Any) -> None:
+            if self.arrivals is not None:
+                self.arrivals.wait(self.index_of[layer.layer_name])
+
+        is_awaited = self.arrivals is not None and self.arrivals.pending
         with (
             torch.inference_mode(),
             no_adapters(self._runner, len(sequences), count),
-            attention_by(attend, self.layers if observe or queries else ()),
+            attention_by(attend, before, self.layers if observe or queries or is_awaited else ()),
             set_forward_context(
                 self.metadata(rows) if queries is None else None,
                 self._config,
