@@ -30,7 +30,8 @@ class Arrivals:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for layers in launches:
-                event = self._stream.record_event()
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
                 self._due.update(dict.fromkeys(layers, event))
         return event
 

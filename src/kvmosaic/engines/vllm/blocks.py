@@ -34,9 +34,11 @@ class RequestBlocks(ABC):
     """What entries keep of layers with a sliding window."""
 
     @abstractmethod
-    def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
+    def place(
+        self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int
+    ) -> torch.cuda.Event | None:
         """Remap entries to ascending positions of a sequence, except below ``first``: those are in blocks that other
-        requests may share."""
+        requests may share. When that will be over, if it happens beside the engine's stream."""
 
     @abstractmethod
     def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:

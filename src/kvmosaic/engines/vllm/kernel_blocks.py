@@ -60,18 +60,22 @@ class KernelBlocks(RequestBlocks):
         forward.use_tiles(ranks)
         return cls(forward, caches, tails)
 
-    def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
+    def place(
+        self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int
+    ) -> torch.cuda.Event | None:
         every = [Move(_readable(entry.data), len(entry.tokens), entry.first_position, at) for entry, at in moves]
         # What is on the GPU already may be overwritten by what its stream does next, so it is read in that order.
         scatter([move for move in every if move.data.is_cuda], self._caches, blocks[0], first, self.tails)
         while self._being_read and self._being_read[0][0].query():
             self._being_read.popleft()
         from_host = [move for move in every if not move.data.is_cuda]
-        if from_host:
-            over = self._arrivals.follow(
-                scatter_slowly(from_host, self._caches, blocks[0], first, self.tails, self._arrivals.groups)
-            )
-            self._being_read.append((over, [move.data for move in from_host]))
+        if not from_host:
+            return None
+        over = self._arrivals.follow(
+            scatter_slowly(from_host, self._caches, blocks[0], first, self.tails, self._arrivals.groups)
+        )
+        self._being_read.append((over, [move.data for move in from_host]))
+        return over
 
     def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
         self._forward.run(rows)

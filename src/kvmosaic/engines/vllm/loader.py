@@ -213,8 +213,9 @@ class ChunkLoader:
             with self.timer.stage("fill"):
                 entries |= self._fill(list(missing.values()), load)
         usable = [piece for piece in (*tail, *chunks) if piece.key in entries]
-        with self.timer.stage("remap", sum(len(piece.tokens) for piece in usable)):
-            self._blocks.place([(entries[piece.key], piece.span.start) for piece in usable], load.blocks, load.first)
+        placed = [(entries[piece.key], piece.span.start) for piece in usable]
+        with self.timer.stage("remap", sum(len(piece.tokens) for piece in usable)) as remap:
+            remap.end = self._blocks.place(placed, load.blocks, load.first)
         moves = [(entries[piece.key], piece.span.start) for piece in chunks if piece.key in entries]
         return _Brought([piece.span for piece in usable], moves, [piece for piece in tail if piece not in usable])
 

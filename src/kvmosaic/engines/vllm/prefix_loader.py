@@ -63,8 +63,8 @@ class PrefixLoader:
             is_placed = False
             if self._ranks.all_have([bool(found)])[0]:
                 try:
-                    with self._timer.stage("remap", len(load.tokens) - load.first):
-                        self._blocks.place(found, load.blocks, load.first)
+                    with self._timer.stage("remap", len(load.tokens) - load.first) as remap:
+                        remap.end = self._blocks.place(found, load.blocks, load.first)
                     is_placed = True
                 except Exception:
                     logger.exception("could not load a prefix of %d tokens; it is computed", len(load.tokens))

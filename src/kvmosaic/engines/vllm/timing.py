@@ -10,6 +10,13 @@ from kvmosaic.engines.vllm.cost import LinearCost
 from kvmosaic.engines.vllm.metrics import ChunkStats, Stage
 
 
+class Running:
+    """A stage that is being timed."""
+
+    end: torch.cuda.Event | None = None
+    """When it will be over, if that is not with what the engine's stream has by then."""
+
+
 class StageTimer:
     """Observes stages into statistics: by the clock on a CPU, by events on a GPU, read once they have passed."""
 
@@ -22,18 +29,19 @@ class StageTimer:
         self._has_news = False
 
     @contextmanager
-    def stage(self, name: Stage, tokens: int = 0) -> Iterator[None]:
+    def stage(self, name: Stage, tokens: int = 0) -> Iterator[Running]:
         """Time what happens inside, done to so many tokens."""
+        running = Running()
         if not self._on_gpu:
             begin = time.perf_counter()
-            yield
+            yield running
             self._observe(name, tokens, time.perf_counter() - begin)
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        yield
+        yield running
         end.record()
-        self._pending.append((name, tokens, start, end))
+        self._pending.append((name, tokens, start, running.end or end))
 
     def take_news(self) -> bool:
         """Whether anything was added to ``costs`` since the last call."""
