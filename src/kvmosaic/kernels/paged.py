@@ -234,8 +234,10 @@ def _triton_type(dtype: torch.dtype) -> Any:
 
 
 if triton is not None:
-
-    @triton.jit
+    # These differ from request to request. Made for what divides them, the kernel would be compiled again and again.
+    @triton.jit(
+        do_not_specialize=["num_tiles", "first_layer", "work", "first"], do_not_specialize_on_alignment=["blocks"]
+    )
     def _move_tiles(  # type: ignore[no-untyped-def]
         tiles,
         num_tiles,

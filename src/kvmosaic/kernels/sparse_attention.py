@@ -128,8 +128,8 @@ def sparse_attention_reference(
 
 
 if triton is not None:
-
-    @triton.jit
+    # The table is as wide as the longest sequence; made for what divides that, this would be compiled anew.
+    @triton.jit(do_not_specialize=["stride_blocks"])
     def _attend(  # type: ignore[no-untyped-def]
         q,
         cache,

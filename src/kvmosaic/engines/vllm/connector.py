@@ -101,7 +101,7 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self.scheduler is not None
-        return self.scheduler.matched_tokens(request, num_computed_tokens), False
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
@@ -113,6 +113,7 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self.scheduler is not None
+        self.scheduler.loaded(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             assert isinstance(report, StepReport)
@@ -195,10 +196,10 @@ class ChunkConnector(KVConnectorBase_V1):
         assert isinstance(work, StepWork)
         if work.engine_id != self._vllm_config.kv_transfer_config.engine_id:
             raise ConfigError("two vLLM engines with a chunk cache in one process; give each a process of its own")
-        if work.is_empty:
-            return
         assert self.loader is not None
         assert self.fetcher is not None
+        if work.is_empty and not self.loader.has_slices:
+            return
         cache = self.loader.cache
         self.loader.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
         if work.clear:
@@ -213,8 +214,7 @@ class ChunkConnector(KVConnectorBase_V1):
             for prefix in work.prefix_loads:
                 self.loader.prefixes.load(prefix)
                 self.fetcher.release(prefix.request_id)
-            if work.loads:
-                self.loader.load(work.loads)
+            self.loader.load(work.loads)
             for load in work.loads:
                 self.fetcher.release(load.request_id)
             self.loader.fill_in_background(work.fills)
@@ -223,6 +223,10 @@ class ChunkConnector(KVConnectorBase_V1):
             # A graph of whole steps asks for no layers one by one; nor do steps that compute nothing.
             if not asks_for_layers(forward_context):
                 self.loader.wait_for_all()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self.loader is not None
+        return None, self.loader.take_loaded(finished_req_ids) or None
 
     def build_connector_worker_meta(self) -> StepReport | None:
         assert self.loader is not None

@@ -32,6 +32,9 @@ class ChunkLoad:
     """Tokens in blocks before those that only this request uses."""
     spare: tuple[int, ...]
     """Blocks behind the request's own, for filling chunks and for probing the question, and not a step longer."""
+    at_once: int | None
+    """Tokens to compute in this step, the others in the following ones; ``None``: all in this step, which goes on
+    with the question."""
 
     def blend_digest(self) -> bytes:
         """Everything that a policy's choice depends on."""

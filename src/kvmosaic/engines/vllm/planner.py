@@ -37,6 +37,8 @@ class Plan:
     """Ranks that have yet to fetch its chunks; ``None`` before anybody was asked to."""
     deadline: float | None = None
     """When to stop waiting."""
+    at_once: int | None = None
+    """Tokens to compute in the step in which it gets its blocks, if it is loaded in slices."""
     report: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -30,6 +30,19 @@ class PagedTokens(NamedTuple):
     """Per KV cache group."""
 
 
+def cut(rows: Sequence[Row], room: int) -> tuple[list[Row], list[Row]]:
+    """The first ``room`` tokens of some rows, and the others."""
+    first: list[Row] = []
+    for index, row in enumerate(rows):
+        if len(row.tokens) > room:
+            head = [Row(row.tokens[:room], row.start, row.blocks)] if room else []
+            tail = Row(row.tokens[room:], row.start + room, row.blocks)
+            return first + head, [tail, *rows[index + 1 :]]
+        first.append(row)
+        room -= len(row.tokens)
+    return first, []
+
+
 def by_sequence(rows: Sequence[Row]) -> list[PagedTokens]:
     """Neighbouring rows of one sequence put together; their tokens stay in order."""
     return [

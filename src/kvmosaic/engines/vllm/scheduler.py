@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -67,6 +67,10 @@ class ChunkScheduler:
         self._max_positions = max_positions
         self._tokens_in_step = 0
         """About how many tokens the coming step computes for chunks, beside vLLM's own."""
+        self._running: set[str] = set()
+        """Requests that were in the latest step and are not finished."""
+        self._in_slices: set[str] = set()
+        """Requests that are being loaded in several steps."""
         self.pool: Any = None
         """vLLM's pool of blocks, from which a step may borrow."""
         self._borrowed: list[Any] = []
@@ -105,9 +109,21 @@ class ChunkScheduler:
         self._plans[request.request_id] = plan
         BlockSalts(request).add(plan.salt(), plan.prompt.chunks[0].start // self._hash_block_size)
 
-    def matched_tokens(self, request: Any, num_local: int) -> int | None:
+    def matched_tokens(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """Tokens after the first ``num_local`` that the worker brings: everything up to the question. ``None`` while
-        chunks are on their way from slower tiers, so that other requests go on meanwhile."""
+        chunks are on their way from slower tiers, so that other requests go on meanwhile. And whether that takes
+        several steps, so that others' next tokens do not wait for all of it."""
+        matched = self._matched(request, num_local)
+        plan = self._plans.get(request.request_id)
+        if not matched or plan is None:
+            return matched, False
+        # Asking the question takes about as long as computing so many tokens.
+        room = self._step_tokens // 2 if plan.is_probed else self._step_tokens
+        is_long = self._cost(plan, num_local) > room and bool(self._running)
+        plan.at_once = room if is_long else None
+        return matched, is_long
+
+    def _matched(self, request: Any, num_local: int) -> int | None:
         plan = self._plans.get(request.request_id)
         if plan is None:
             return self._prefixes.matched(request, num_local, self._work) if self._prefixes else 0
@@ -165,6 +181,9 @@ class ChunkScheduler:
             if self._prefixes is not None:
                 self._prefixes.allocated(request, blocks, num_external, self._work)
             return
+        if plan.at_once is not None and not num_external:
+            plan.at_once = None
+            return  # all slices are done, and it got blocks for the question
         local = plan.prompt.question.start - num_external
         self._account(request, plan, local)
         if num_external:  # else vLLM's own count is right
@@ -185,8 +204,11 @@ class ChunkScheduler:
                     self._config.miss_policy == "fill-first",
                     local,
                     self._borrow(plan, local, len(ids[0])),
+                    plan.at_once,
                 )
             )
+            if plan.at_once is not None:
+                self._in_slices.add(request.request_id)
             if plan.predicted is not None:
                 self.stats.observe("predicted", plan.predicted)
             self._tokens_in_step += self._cost(plan, local)
@@ -198,10 +220,12 @@ class ChunkScheduler:
     def take_work(self, step: Any) -> StepWork:
         """The workers' part of ``step``, the ``SchedulerOutput`` being built."""
         self._tables.follow(step)
+        self._running = set(step.num_scheduled_tokens)
         self._work.fills = self._backlog.take(step, self.pool)
         if self._borrowed:  # whoever gets them next writes them in a later step
             self.pool.free_blocks(self._borrowed)
-        self._borrowed, self._tokens_in_step = [], 0
+        self._borrowed = []
+        self._tokens_in_step = self._step_tokens if self._in_slices else 0
         if self._prefixes is not None:
             self._work.prefix_saves = self._prefixes.due(step, self._tables)
         work, self._work = self._work, StepWork(self._engine_id)
@@ -282,8 +306,13 @@ class ChunkScheduler:
         if self._off:
             self._prefixes = None  # whatever failed, it moves those, too
 
+    def loaded(self, request_ids: Iterable[str]) -> None:
+        """These were loaded in slices, and can go on."""
+        self._in_slices.difference_update(request_ids)
+
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request is over, or was aborted. What happened to its chunks, if it wants to know."""
+        self._running.discard(request.request_id)
         plan = self._plans.pop(request.request_id, None)
         if plan is not None and plan.waiting_for is not None:
             self._work.released.append(request.request_id)

@@ -75,6 +75,11 @@ class SparseForward:
         return int(self._config.model_config.max_model_len)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens that vLLM computes in a step at most."""
+        return int(self._config.scheduler_config.max_num_batched_tokens)
+
+    @property
     def device(self) -> torch.device:
         return self._runner.device
 

@@ -1,0 +1,138 @@
+"""Long blends while others decode: in slices, so that nobody waits for all of it; the answers stay the same."""
+
+import random
+
+import pytest
+from vllm import SamplingParams
+
+from kvmosaic.vllm import LLM
+from tests.engines.vllm.conftest import SMALL
+from tests.engines.vllm.test_engine import same
+from tests.engines.vllm.tiny import write_tiny_llama
+
+STEP = 64
+"""Tokens that vLLM computes in a step at most."""
+CHUNK, CHUNKS = 70, 6
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    model = write_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
+    settings = SMALL | {"max_num_batched_tokens": STEP, "max_num_seqs": 8, "skip_tokenizer_init": True}
+    return LLM(model, enable_chunk_cache=True, miss_policy="fill-first", **settings)
+
+
+@pytest.fixture(scope="module")
+def documents(llm):
+    """All in the store."""
+    documents = [tokens(CHUNK) for _ in range(CHUNKS)]
+    ids, boundaries = request(documents)
+    add(llm, "first", ids, boundaries=boundaries)
+    finish(llm, "first")
+    return documents
+
+
+def tokens(count):
+    return [random.randrange(10, 500) for _ in range(count)]
+
+
+def request(documents):
+    """A prompt of the documents in some order, and its parts."""
+    ids, boundaries = [], []
+    for part in (tokens(20), *random.sample(documents, CHUNKS), tokens(9)):
+        boundaries.append((len(ids), len(ids) + len(part)))
+        ids += part
+    return ids, boundaries
+
+
+def add(llm, name, ids, count=4, **params):
+    sampling = SamplingParams(
+        max_tokens=count,
+        temperature=0,
+        logprobs=1,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {"report": True, **params}},
+    )
+    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+
+
+def finish(llm, name):
+    """Step until a request is done: its output, and how many steps it took."""
+    for steps in range(1, 1000):
+        for output in llm.llm_engine.step():
+            if output.finished and output.request_id == name:
+                return output, steps
+    raise AssertionError("it never ends")
+
+
+def until_idle(llm):
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+@pytest.mark.parametrize(
+    ("policy", "ratio"), [("composite", 0.5), ("sink-link", 0.5), ("sink-link", 0.9), ("composite", 1.0)]
+)
+def test_answers_are_those_of_one_step(llm, documents, policy, ratio):
+    for number in range(3):
+        ids, boundaries = request(documents)
+        params = {"boundaries": boundaries, "policy": policy, "recompute_ratio": ratio}
+        add(llm, "alone", ids, **params)
+        alone, few = finish(llm, "alone")
+        llm.reset_prefix_cache()
+        for other in range(2):
+            add(llm, f"other-{other}", tokens(40), 200, chunk_cache=False)
+            llm.llm_engine.step()
+        add(llm, "among others", ids, **params)
+        among, many = finish(llm, "among others")
+        same(among, alone)
+        assert among.num_cached_tokens == alone.num_cached_tokens
+        assert among.kv_transfer_params == alone.kv_transfer_params
+        recomputed = ratio * CHUNK * CHUNKS
+        assert many >= few + recomputed / STEP - 1, f"{recomputed} tokens in {many - few} more steps, prompt {number}"
+        llm.llm_engine.abort_request([f"other-{other}" for other in range(2)])
+        until_idle(llm)
+        llm.reset_prefix_cache()
+
+
+def test_others_get_a_token_with_every_slice(llm, documents):
+    add(llm, "other", tokens(40), 100, chunk_cache=False)
+    llm.llm_engine.step()
+    ids, boundaries = request(documents)
+    add(llm, "blend", ids, boundaries=boundaries, recompute_ratio=1.0)
+    counts = []
+    while True:
+        outputs = {output.request_id: output for output in llm.llm_engine.step()}
+        if "blend" in outputs:
+            break
+        counts.append(len(outputs["other"].outputs[0].token_ids))
+    assert counts == list(range(counts[0], counts[0] + len(counts)))
+    assert len(counts) >= CHUNK * CHUNKS / STEP
+    until_idle(llm)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_what_is_aborted_between_slices_leaves_nothing_behind(llm, documents, steps):
+    core = llm.llm_engine.engine_core.engine_core
+    pool = core.scheduler.kv_cache_manager.block_pool
+    until_idle(llm)
+    free = pool.get_num_free_blocks()
+    add(llm, "other", tokens(40), 60, chunk_cache=False)
+    llm.llm_engine.step()
+    ids, boundaries = request(documents)
+    add(llm, "gone", ids, boundaries=boundaries, recompute_ratio=1.0)
+    for _ in range(steps):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(["gone"])
+    ids, boundaries = request(documents)
+    params = {"boundaries": boundaries, "recompute_ratio": 1.0}
+    add(llm, "next", ids, **params)
+    among, _ = finish(llm, "next")
+    until_idle(llm)
+    assert pool.get_num_free_blocks() == free
+    add(llm, "plain", ids, chunk_cache=False)
+    same(among, finish(llm, "plain")[0])
+    scheduler = core.scheduler.connector.scheduler
+    assert not scheduler._plans
+    assert not scheduler._in_slices
