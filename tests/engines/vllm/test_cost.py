@@ -48,8 +48,16 @@ def test_any_observations_give_a_line_that_rises(observations):
 
 
 def test_a_first_launch_that_compiled():
-    assert measured([(288, 9.0), (288, 0.01)]) is None
-    assert measured([(288, 9.0), (288, 0.01), (288, 0.012)]).seconds(288) < 0.02
+    later = [(288, random.uniform(0.01, 0.012)) for _ in range(ENOUGH - 1)]
+    assert measured([(288, 9.0), *later[1:]]) is None
+    assert measured([(288, 9.0), *later]).seconds(288) < 0.02
+
+
+def test_first_launches_are_not_believed_once_more_took_less():
+    """Also where there are more of them than of others."""
+    first = [(random.randint(300, 600), random.uniform(0.3, 0.6)) for _ in range(ENOUGH)]
+    assert measured([*first, (7000, 0.005)]).seconds(7000) == pytest.approx(0.005)
+    assert measured([*first, (200, 0.001)]).seconds(7000) > 1, "less in less time says nothing"
 
 
 def test_what_is_no_longer_so_is_forgotten():

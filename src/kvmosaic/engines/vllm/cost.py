@@ -1,16 +1,17 @@
 """What things take, as measured, and what they will take, as predicted."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 REMEMBERED = 64
 """Observations that count."""
-ENOUGH = 3
-"""With fewer nothing is predicted."""
+ENOUGH = 8
+"""With fewer nothing is predicted: kernels may be compiled more than once before all that is needed is there."""
 TOO_SLOW = 3.0
-"""What took so many times as long as most of about its size is not believed: a busy machine, or a kernel's first
-launch, makes an observation far too slow; nothing makes it too fast."""
+"""What took so many times as long as something larger, or as most of about its size, is not believed: a busy machine,
+or a kernel's first launch, makes an observation far too slow; nothing makes it too fast."""
 NEIGHBOURS = 3
 """On either side, by size, that an observation is compared with."""
 TRIAL_SHARE = 0.05
@@ -70,8 +71,13 @@ class Judge:
 
 
 def _believable(observations: Sequence[_Observation]) -> list[_Observation]:
-    """Of observations by size those that are not far slower than others of about their size. Not than all others:
-    attention takes longer per token the more tokens there are."""
+    """Of observations by size those that are not far slower than a larger one, nor, per token, than others of about
+    their size. Not than all others: attention takes longer per token the more tokens there are."""
+    fastest, observations = math.inf, list(observations)
+    for index in reversed(range(len(observations))):
+        fastest = min(fastest, observations[index].seconds)
+        if observations[index].seconds > TOO_SLOW * fastest:
+            del observations[index]
     paces = [each.seconds / each.tokens for each in observations]
     believable = []
     for index, (each, pace) in enumerate(zip(observations, paces, strict=True)):
