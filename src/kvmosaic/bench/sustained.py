@@ -105,7 +105,6 @@ def measure(
     steps.finish()
     drawn = new_combinations(documents, queries, chance)
     for number in range(queries // batch):
-        tell(f"batch {number + 1} of {queries // batch}")
         requests = []
         for _ in range(batch):
             requests.append(steps.add(assemble(system, [texts[i] for i in next(drawn)], chance), OUTPUTS, params))
@@ -116,5 +115,6 @@ def measure(
             row["hit_share"] = hit_share(requests, documents.per_query)
             row |= {f"{tier}_hits": tiers[tier] for tier in ("device", "host")}
         batches.append(row)
+        tell(f"batch {number + 1} of {queries // batch}: first tokens after {row['ttft_ms']:.1f} ms")
     evictions = llm.get_stats()["evictions"] if engine == "reuse" else 0
     return {"machine": machine(), "batches": batches, "evictions": evictions}

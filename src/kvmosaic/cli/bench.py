@@ -8,7 +8,7 @@ import typer
 from kvmosaic.cli import bench_plots, bench_traffic
 from kvmosaic.cli.bench_traffic import EagerOption, HeadsOption, LayersOption
 from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
-from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table
+from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table, reporting
 from kvmosaic.cli.remote import reach
 from kvmosaic.core.errors import ConfigError
 
@@ -27,8 +27,8 @@ def chunk_hit(
     """One chunk: time to obtain its KV by computing it, from host memory, from disk."""
     from kvmosaic.bench import chunk_hit  # here, because importing it takes seconds
 
-    with console.status("loading the model") as status:
-        result = chunk_hit.run(model, tokens, progress=status.update)
+    with reporting("loading the model") as progress:
+        result = chunk_hit.run(model, tokens, progress=progress)
     print_table(
         f"{model}: a chunk of {tokens} tokens ({result['entry_mb']:.1f} MB of KV) put in place",
         ("from", "ms (median)", "against computing"),
@@ -96,8 +96,8 @@ def store(
     if config.remote is not None:
         reach(config.remote)
     shape = store.Shape(entries, tokens, layers, heads, head_dim)
-    with console.status("making entries") as status:
-        result = store.run(shape, config.remote, config.disk_path, progress=status.update)
+    with reporting("making entries") as progress:
+        result = store.run(shape, config.remote, config.disk_path, progress=progress)
     moved = [row for row in result["rows"] if "tier" in row]
     title = f"{entries} entries of {heads} heads of {shape.head_bytes / 2**20:.2f} MiB"
     print_table(title, moved[0], (row.values() for row in moved), json=json)
@@ -134,8 +134,8 @@ def ttft(
     for policy in chosen:
         policy_served(policy, layers)
     bench_plots.check(plot)
-    with console.status("starting vLLM") as status:
-        result = ttft.run(context, Model(layers, heads, eager), tier, chosen, shares, progress=status.update)
+    with reporting("starting vLLM") as progress:
+        result = ttft.run(context, Model(layers, heads, eager), tier, chosen, shares, progress=progress)
     rows = result["rows"]
     bench_plots.ttft(plot, result)
     print_table(
@@ -180,8 +180,8 @@ def overhead(
     from kvmosaic.bench import overhead
     from kvmosaic.bench.engine import Model
 
-    with console.status("starting vLLM") as status:
-        result = overhead.run(Model(layers, heads, eager), turns, repeats, outputs, progress=status.update)
+    with reporting("starting vLLM") as progress:
+        result = overhead.run(Model(layers, heads, eager), turns, repeats, outputs, progress=progress)
     rows = result["rows"]
     title = bench_traffic.title(result["machine"], "requests without chunks")
     print_table(title, rows[0], (row.values() for row in rows), json=json)

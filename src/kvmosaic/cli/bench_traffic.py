@@ -6,7 +6,7 @@ import typer
 
 from kvmosaic.cli import bench_plots
 from kvmosaic.cli.eval import numbers
-from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table
+from kvmosaic.cli.output import JsonOption, print_json, print_line, print_table, reporting
 from kvmosaic.core.errors import ConfigError
 
 LayersOption = Annotated[int, typer.Option(help="Layers of the 8B-shaped model.", min=1)]
@@ -53,8 +53,8 @@ def throughput(
         raise ConfigError(f"--rates {rates}: must be positive numbers with commas between them, like 2,4,8")
     bench_plots.check(plot)
     model, corpus = Model(layers, heads, eager), Corpus(documents, document_tokens, per_query, seed)
-    with console.status("starting vLLM") as status:
-        result = throughput.run(model, corpus, offered, seconds, outputs, objective_ms, ratio, progress=status.update)
+    with reporting("starting vLLM") as progress:
+        result = throughput.run(model, corpus, offered, seconds, outputs, objective_ms, ratio, progress=progress)
     times = [f"{kind}_p{share}_ms" for kind in ("ttft", "itl") for share in (50, 90, 99)]
     columns = (*times, "completed_per_s", "unfinished", "hit_share")
     print_table(
@@ -101,8 +101,8 @@ def sustained(
 
     bench_plots.check(plot)
     model, corpus = Model(layers, heads, eager), Corpus(documents, document_tokens, per_query, seed)
-    with console.status("starting vLLM") as status:
-        result = sustained.run(model, corpus, queries, batch, device_share, host_share, ratio, progress=status.update)
+    with reporting("starting vLLM") as progress:
+        result = sustained.run(model, corpus, queries, batch, device_share, host_share, ratio, progress=progress)
     rows = result["rows"]
     print_table(
         title(result["machine"], "mean time to first token"), rows[0], (row.values() for row in rows), json=json
@@ -134,8 +134,8 @@ def interference(
 
     policy_served(policy, layers)
     model, corpus = Model(layers, heads, eager), Corpus(documents, document_tokens, documents, seed)
-    with console.status("starting vLLM") as status:
-        result = interference.run(model, corpus, decoders, policy, ratio, turns, progress=status.update)
+    with reporting("starting vLLM") as progress:
+        result = interference.run(model, corpus, decoders, policy, ratio, turns, progress=progress)
     rows = result["rows"]
     print_table(
         title(result["machine"], f"{decoders} requests decode"), rows[0], (row.values() for row in rows), json=json

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -23,6 +23,22 @@ console = Console(stderr=True)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, alone on stdout.")]
 ModelOption = Annotated[str, typer.Option(help="Catalog name, folder or hub name.")]
+
+
+@contextmanager
+def reporting(text: str) -> Iterator[Callable[[str], None]]:
+    """Say what is being done, and then whatever is given to the function: in one place of a terminal, and elsewhere
+    line by line, so that a log tells how far it came."""
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+    else:
+
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        say(text)
+        yield say
 
 
 def print_line(text: str, json: bool) -> None:

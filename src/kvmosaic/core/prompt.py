@@ -52,7 +52,7 @@ class ChunkedPrompt:
 
     @cached_property
     def words(self) -> "array[int]":
-        """The token ids as 32-bit numbers, for whoever needs them as bytes: making those is most of what it costs."""
+        """The token ids as 32-bit numbers, for whoever needs bytes: made once, and sent along with the prompt."""
         return array("i", self.token_ids)
 
     def tokens_of(self, span: Span) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from vllm import SamplingParams
 
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import DOCUMENTS, prompt
+from tests.engines.vllm.tiny import write_tiny_llama
 
 PART = 256
 
@@ -161,3 +162,21 @@ def test_another_engine_serves_what_one_stored(llm, written):
     [again] = ask(llm, written["tokens"])
     assert again.num_cached_tokens == 3 * PART
     assert list(again.outputs[0].token_ids) == written["answer"]
+
+
+def test_blocks_that_the_next_request_writes_over_at_once(tmp_path):
+    """What a finished request leaves is stored before its blocks are somebody else's."""
+    from kvmosaic.vllm import LLM
+
+    model = write_tiny_llama(tmp_path / "llama")
+    blocks = PART // SMALL["block_size"] + 3  # for one request, and the block that is never used
+    settings = SMALL | {"max_model_len": PART + 64, "num_gpu_blocks_override": blocks, "skip_tokenizer_init": True}
+    llm = LLM(model, enable_chunk_cache=True, prefix_blocks=True, **settings)
+    prompts = [[random.randrange(10, 500) for _ in range(PART + 20)] for _ in range(3)]
+    # One after the other, each in the same blocks, and each over before anything of it was stored.
+    first = [ask(llm, tokens, max_tokens=1)[0] for tokens in prompts]
+    ask(llm, [5, 6, 7])
+    for tokens, before in zip(prompts, first, strict=True):
+        [again] = ask(llm, tokens, max_tokens=1)
+        assert again.num_cached_tokens == PART
+        assert exact(again) == exact(before)

@@ -12,9 +12,9 @@ class Arrivals:
     """A stream beside the engine's own, and for each layer when it will be there. Whoever reads or overwrites a layer
     has to wait for it: on the GPU, in the order of the engine's stream."""
 
-    def __init__(self, device: torch.device, layers: int) -> None:
+    def __init__(self, device: torch.device, groups: int, layers: int) -> None:
         self._stream = torch.cuda.Stream(device)
-        step = -(-layers // GROUPS)
+        step = -(-layers // groups)
         self.groups = [range(start, min(start + step, layers)) for start in range(0, layers, step)]
         self._due: dict[int, torch.cuda.Event] = {}
         """By layer."""

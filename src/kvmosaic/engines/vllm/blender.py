@@ -14,6 +14,7 @@ from kvmosaic.engines.vllm.blocks import RequestBlocks
 from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.timing import StageTimer
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,9 @@ class Blender:
     """Makes a choice once for a prompt: vLLM's prefix cache may bring back a part of what was blended, and the rest
     has to become what it was."""
 
-    def __init__(self, forward: SparseForward, blocks: RequestBlocks, ranks: Ranks) -> None:
+    def __init__(self, forward: SparseForward, blocks: RequestBlocks, ranks: Ranks, timer: StageTimer) -> None:
         self._forward = forward
+        self._timer = timer
         self._blocks = blocks
         self._ranks = ranks
         self._choices: dict[bytes, _Choice] = {}
@@ -76,8 +78,11 @@ class Blender:
         return set(choice.positions[choice.positions >= load.first].tolist())
 
     def _choose(self, load: ChunkLoad, assembled: VllmAssembled) -> _Choice:
+        policy = policy_named(load.policy)
         try:
-            chosen = choose(policy_named(load.policy), assembled, load.ratio).positions
+            # What a choice takes that does not look at the prompt says nothing of the others.
+            with self._timer.stage("probe", load.prompt.question.start - load.first if policy.reads_content else 0):
+                chosen = choose(policy, assembled, load.ratio).positions
         except Exception:
             logger.exception("policy %s failed; request %s is recomputed as a whole", load.policy, load.request_id)
             chosen = tuple(assembled.positions().tolist())

@@ -28,6 +28,7 @@ __all__ = [
     "build_attn_metadata",
     "build_slot_mappings_by_layer",
     "count_cached_tokens",
+    "do_before_forward",
     "event_hash",
     "graph_context",
     "graph_inputs",
@@ -212,8 +213,15 @@ def is_plain_attention(layer: Any) -> bool:
     )
 
 
+def do_before_forward(step: Any) -> None:
+    """Have the workers do what ``step``, a ``SchedulerOutput``, has for the connector before its forward. Newer
+    releases do it afterwards where no request of the step waits for it."""
+    if hasattr(step, "has_sync_kv_loads"):
+        step.has_sync_kv_loads = True
+
+
 def asks_for_layers(forward_context: Any) -> bool:
-    """Whether a forward is about to call the connector's ``wait_for_layer_load`` for every layer."""
+    """Whether a forward, if it is still to come, calls the connector's ``wait_for_layer_load`` for every layer."""
     mode = forward_context.cudagraph_runtime_mode
     return forward_context.attn_metadata is not None and mode != CUDAGraphMode.FULL
 

@@ -20,7 +20,13 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.sink import sink_tokens
 from kvmosaic.core.window import WHOLE, WindowTails, reachable_tail
 from kvmosaic.engines.self_test import OFF
-from kvmosaic.engines.vllm.compat import asks_for_layers, hash_block_size, sliding_window, unsupported_cache
+from kvmosaic.engines.vllm.compat import (
+    asks_for_layers,
+    do_before_forward,
+    hash_block_size,
+    sliding_window,
+    unsupported_cache,
+)
 from kvmosaic.engines.vllm.events import PrefixEvents, event_groups
 from kvmosaic.engines.vllm.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.kernel_blocks import KernelBlocks
@@ -44,7 +50,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 class ChunkConnector(KVConnectorBase_V1):
     """Reuses chunks inside vLLM. A request whose chunks are in slower tiers waits until they are in the fastest one,
-    while others run; then everything is loaded before its first forward, in the same step."""
+    while others run; then everything is loaded before its first forward: in the same step, or, if that would keep
+    others waiting for long, slice by slice in those before it."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -109,7 +116,10 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self.scheduler is not None
-        return self.scheduler.take_work(scheduler_output)
+        work = self.scheduler.take_work(scheduler_output)
+        if work.prefix_saves:  # their blocks may be given to requests of this very step
+            do_before_forward(scheduler_output)
+        return work
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self.scheduler is not None

@@ -1,6 +1,6 @@
 """What things take, as measured, and what they will take, as predicted."""
 
-import math
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,10 +10,10 @@ REMEMBERED = 64
 ENOUGH = 8
 """With fewer nothing is predicted: kernels may be compiled more than once before all that is needed is there."""
 TOO_SLOW = 3.0
-"""What took so many times as long as something larger, or as most of about its size, is not believed: a busy machine,
-or a kernel's first launch, makes an observation far too slow; nothing makes it too fast."""
+"""What took so many times as long as most of about its size, or as some that were larger, is not believed: a busy
+machine, or a kernel's first launch, makes an observation far too slow."""
 NEIGHBOURS = 3
-"""On either side, by size, that an observation is compared with."""
+"""On either side, by size, that an observation is compared with; and how many are some."""
 TRIAL_SHARE = 0.05
 """Of all time, what trying again may cost."""
 
@@ -71,13 +71,14 @@ class Judge:
 
 
 def _believable(observations: Sequence[_Observation]) -> list[_Observation]:
-    """Of observations by size those that are not far slower than a larger one, nor, per token, than others of about
-    their size. Not than all others: attention takes longer per token the more tokens there are."""
-    fastest, observations = math.inf, list(observations)
+    """Of observations by size those that are not far slower than some larger ones, nor, per token, than others of
+    about their size. Not than all others: attention takes longer per token the more tokens there are."""
+    observations, larger = list(observations), list[float]()
     for index in reversed(range(len(observations))):
-        fastest = min(fastest, observations[index].seconds)
-        if observations[index].seconds > TOO_SLOW * fastest:
+        seconds = observations[index].seconds
+        if len(larger) >= NEIGHBOURS and seconds > TOO_SLOW * larger[NEIGHBOURS - 1]:
             del observations[index]
+        insort(larger, seconds)
     paces = [each.seconds / each.tokens for each in observations]
     believable = []
     for index, (each, pace) in enumerate(zip(observations, paces, strict=True)):

@@ -11,7 +11,7 @@ from kvmosaic.blend.base import Part as KVPart
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.rotary import LayerRotary
-from kvmosaic.engines.vllm.arrivals import Arrivals
+from kvmosaic.engines.vllm.arrivals import GROUPS, Arrivals
 from kvmosaic.engines.vllm.blocks import KV, Part, RequestBlocks
 from kvmosaic.engines.vllm.compat import paged_cache
 from kvmosaic.engines.vllm.ranks import Ranks
@@ -30,7 +30,9 @@ class KernelBlocks(RequestBlocks):
         self._forward = forward
         self.tails = tails
         self._caches = caches
-        self._arrivals = forward.arrivals = Arrivals(forward.device, len(caches.layers))
+        # Where layers share a cache, the first of them has to wait for what the last brings.
+        is_shared = len({layer.data_ptr() for layer in caches.layers}) < len(caches.layers)
+        self._arrivals = forward.arrivals = Arrivals(forward.device, 1 if is_shared else GROUPS, len(caches.layers))
         self._being_read: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
         """Host memory that the GPU was told to read. Its allocator does not know, and would hand it out again."""
 

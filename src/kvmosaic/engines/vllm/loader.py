@@ -89,13 +89,13 @@ class ChunkLoader:
         self._blocks: RequestBlocks = KernelBlocks.open(forward, rotary, tails, ranks) or BackendBlocks(
             forward, rotary, tails, BlockReader.measure(forward, num_blocks) if config.prefix_blocks else None
         )
-        self._blender = Blender(forward, self._blocks, ranks)
+        self.stats = ChunkStats(rank=ranks.rank)
+        self.timer = StageTimer(self.stats, forward.device)
+        self._blender = Blender(forward, self._blocks, ranks, self.timer)
         self._fingerprint = format_fingerprint(
             columns=[layer.columns if layer else None for layer in rotary], **identity
         )
         self.cache = ChunkCache(config, model, sink, parser, self, ranks.share, max_positions, device_pool, tails)
-        self.stats = ChunkStats(rank=ranks.rank)
-        self.timer = StageTimer(self.stats, forward.device)
         self.prefixes = PrefixLoader(self.cache, self._blocks, ranks, self.timer, self.stats)
         self._slices: dict[str, list[Row]] = {}
         """What later steps are to compute, by request."""
@@ -149,7 +149,8 @@ class ChunkLoader:
 
     def load(self, loads: Sequence[ChunkLoad]) -> None:
         """Bring positions ``load.first`` up to the question of each request into its blocks. Whatever goes wrong with
-        a request's chunks, on any rank, it is prefilled as plain vLLM would."""
+        a request's chunks, on any rank, it is prefilled as plain vLLM would.
+        What earlier steps left is gone on with."""
         if not loads and not self._slices:
             return
         with self.timer.stage("load"):
@@ -269,8 +270,7 @@ class ChunkLoader:
             for each in due:
                 each.rows, each.tail = [], []
 
-        with self.timer.stage("probe", prompt.question.start - load.first if 0 < load.ratio < 1 else 0):
-            blended = self._blender.positions(load, brought.moves, compute_fresh) - fresh
+        blended = self._blender.positions(load, brought.moves, compute_fresh) - fresh
         moved = sum(at + len(entry.tokens) - max(at, load.first) for entry, at in brought.moves)
         self._count("tokens", "fresh", len(fresh))
         self._count("tokens", "recomputed", len(blended))

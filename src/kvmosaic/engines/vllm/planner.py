@@ -38,7 +38,9 @@ class Plan:
     deadline: float | None = None
     """When to stop waiting."""
     at_once: int | None = None
-    """Tokens to compute in the step in which it gets its blocks, if it is loaded in slices."""
+    """Tokens to compute in the step in which it gets its blocks, if it is to be loaded in slices."""
+    is_in_slices: bool = False
+    """Whether it got its blocks so, and will get some more when all slices are done."""
     report: dict[str, Any] = field(default_factory=dict)
 
     @property

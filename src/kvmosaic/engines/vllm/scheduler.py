@@ -115,12 +115,16 @@ class ChunkScheduler:
         several steps, so that others' next tokens do not wait for all of it."""
         matched = self._matched(request, num_local)
         plan = self._plans.get(request.request_id)
-        if not matched or plan is None:
+        if plan is None:
+            return matched, False
+        plan.at_once = None
+        if not matched:
             return matched, False
         # Asking the question takes about as long as computing so many tokens.
         room = self._step_tokens // 2 if plan.is_probed else self._step_tokens
         is_long = self._cost(plan, num_local) > room and bool(self._running)
-        plan.at_once = room if is_long else None
+        if is_long:
+            plan.at_once = room
         return matched, is_long
 
     def _matched(self, request: Any, num_local: int) -> int | None:
@@ -175,15 +179,16 @@ class ChunkScheduler:
         return True
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
-        """The request got its blocks: have it loaded in the coming step."""
+        """The request got its blocks: have it loaded in the coming step, or from then on."""
         plan = self._plans.get(request.request_id)
         if plan is None:
             if self._prefixes is not None:
                 self._prefixes.allocated(request, blocks, num_external, self._work)
             return
-        if plan.at_once is not None and not num_external:
-            plan.at_once = None
-            return  # all slices are done, and it got blocks for the question
+        if plan.is_in_slices:
+            assert not num_external
+            plan.is_in_slices = False
+            return  # all of them are done, and these blocks are for the question
         local = plan.prompt.question.start - num_external
         self._account(request, plan, local)
         if num_external:  # else vLLM's own count is right
@@ -208,6 +213,7 @@ class ChunkScheduler:
                 )
             )
             if plan.at_once is not None:
+                plan.is_in_slices = True
                 self._in_slices.add(request.request_id)
             if plan.predicted is not None:
                 self.stats.observe("predicted", plan.predicted)
@@ -231,7 +237,7 @@ class ChunkScheduler:
         work, self._work = self._work, StepWork(self._engine_id)
         if work.loads or work.prefix_loads:
             unwritten = self._tables.written_by(step)
-            work.loads = [self._start_before(unwritten, load) for load in work.loads]
+            work.loads = [_at_once(self._start_before(unwritten, load)) for load in work.loads]
             work.prefix_loads = [self._start_before(unwritten, load) for load in work.prefix_loads]
         return work
 
@@ -309,6 +315,8 @@ class ChunkScheduler:
     def loaded(self, request_ids: Iterable[str]) -> None:
         """These were loaded in slices, and can go on."""
         self._in_slices.difference_update(request_ids)
+        if not self._in_slices:
+            self._tokens_in_step = 0
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request is over, or was aborted. What happened to its chunks, if it wants to know."""
@@ -385,3 +393,9 @@ class ChunkScheduler:
             "reused_tokens": int(reused),
             "chunks": [chunk.as_dict() for chunk in chunks],
         }
+
+
+def _at_once(load: ChunkLoad) -> ChunkLoad:
+    """The load, not in slices if it writes blocks that another request is about to use: only before that one does."""
+    is_shared = load.at_once is not None and load.first < load.own
+    return replace(load, at_once=load.prompt.question.start) if is_shared else load
