@@ -1,6 +1,6 @@
 """The vLLM engine that benchmarks run: a model of Llama-3-8B's shape, or of a part of it, with random weights.
 
-Times do not depend on the weights, and none have to be fetched.
+None have to be fetched.
 """
 
 import json
@@ -69,6 +69,7 @@ class Model:
 def start(model: Model, **settings: Any) -> "LLM":
     """An engine in this process; ``settings`` are vLLM's and the chunk cache's."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from kvmosaic.bench.weights import LOAD_FORMAT  # after vLLM was told how to run
     from kvmosaic.vllm import LLM
 
     # One name for one shape: what vLLM compiles for it is found again when the next engine starts.
@@ -76,7 +77,7 @@ def start(model: Model, **settings: Any) -> "LLM":
     folder.mkdir(parents=True, exist_ok=True)
     Path(folder, "config.json").write_text(json.dumps(model.config()))
     ours: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": LOAD_FORMAT,
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
         "enforce_eager": model.eager,
