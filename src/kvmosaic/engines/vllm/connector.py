@@ -208,7 +208,7 @@ class ChunkConnector(KVConnectorBase_V1):
             raise ConfigError("two vLLM engines with a chunk cache in one process; give each a process of its own")
         assert self.loader is not None
         assert self.fetcher is not None
-        if work.is_empty and not self.loader.has_slices:
+        if work.is_empty and not self.loader.slices:
             return
         cache = self.loader.cache
         self.loader.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
@@ -236,7 +236,7 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self.loader is not None
-        return None, self.loader.take_loaded(finished_req_ids) or None
+        return None, self.loader.slices.take_done(finished_req_ids) or None
 
     def build_connector_worker_meta(self) -> StepReport | None:
         assert self.loader is not None

@@ -25,7 +25,8 @@ from kvmosaic.engines.vllm.packing import BlockReader
 from kvmosaic.engines.vllm.prefix_loader import PrefixLoader
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rotary import ANY_LENGTH, measure_rotary
-from kvmosaic.engines.vllm.rows import Row, cut
+from kvmosaic.engines.vllm.rows import Row
+from kvmosaic.engines.vllm.slices import Slices
 from kvmosaic.engines.vllm.sparse import SparseForward
 from kvmosaic.engines.vllm.timing import StageTimer
 from kvmosaic.store import LookupResult, MissReason
@@ -97,10 +98,8 @@ class ChunkLoader:
         )
         self.cache = ChunkCache(config, model, sink, parser, self, ranks.share, max_positions, device_pool, tails)
         self.prefixes = PrefixLoader(self.cache, self._blocks, ranks, self.timer, self.stats)
-        self._slices: dict[str, list[Row]] = {}
-        """What later steps are to compute, by request."""
-        self._loaded: set[str] = set()
-        """Requests that were loaded in slices, all of which are done."""
+        self.slices = Slices()
+        """What later steps are to compute."""
         self._counted = self.cache.store.event_counts()
         self.off_reason: str | None = None
         """Why nothing may be reused: the scheduler is told so, and hands out no work."""
@@ -151,40 +150,18 @@ class ChunkLoader:
         """Bring positions ``load.first`` up to the question of each request into its blocks. Whatever goes wrong with
         a request's chunks, on any rank, it is prefilled as plain vLLM would.
         What earlier steps left is gone on with."""
-        if not loads and not self._slices:
+        if not loads and not self.slices:
             return
         with self.timer.stage("load"):
-            rests = [_Rest(self._next_slice(request_id, self._forward.step_tokens)) for request_id in self._slices]
+            rests = [_Rest(rows) for rows in self.slices.go_on(self._forward.step_tokens)]
             for load in loads:
                 rest = self._assemble(load, rests)
                 if load.at_once is not None:
-                    self._slices[load.request_id] = rest.rows
                     # What is to be stored, at the beginning, has to be there when this step is through.
                     ends = [piece.span.end - rest.rows[0].start for piece in rest.tail]
-                    rest.rows = self._next_slice(load.request_id, max([load.at_once, *ends]))
+                    rest.rows = self.slices.begin(load.request_id, rest.rows, max([load.at_once, *ends]))
                 rests.append(rest)
             self._compute(rests)
-        for request_id in [request_id for request_id, rows in self._slices.items() if not rows]:
-            del self._slices[request_id]
-            self._loaded.add(request_id)
-
-    @property
-    def has_slices(self) -> bool:
-        """Whether there is something to compute for requests of earlier steps."""
-        return bool(self._slices)
-
-    def take_loaded(self, finished: Collection[str]) -> set[str]:
-        """Requests whose slices are all done since the last call, or no longer wanted: those ``finished``."""
-        for request_id in self._slices.keys() & set(finished):
-            del self._slices[request_id]
-            self._loaded.add(request_id)
-        loaded, self._loaded = self._loaded, set()
-        return loaded
-
-    def _next_slice(self, request_id: str, room: int) -> list[Row]:
-        """The next tokens of a request, ``room`` at most, which are taken from its slices."""
-        now, self._slices[request_id] = cut(self._slices[request_id], room)
-        return now
 
     def fill_in_background(self, fills: Sequence[ChunkFill]) -> None:
         """Fill chunks that requests lacked. All ranks do the same."""

@@ -1,7 +1,7 @@
 """What the scheduler's process and the workers' tell each other, once per step."""
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -35,6 +35,11 @@ class ChunkLoad:
     at_once: int | None
     """Tokens to compute in this step, the others in the following ones; ``None``: all in this step, which goes on
     with the question."""
+
+    def unless_shared(self) -> "ChunkLoad":
+        """The load, at once if it writes blocks that another request is about to use: not after that one did."""
+        is_shared = self.at_once is not None and self.first < self.own
+        return replace(self, at_once=self.prompt.question.start) if is_shared else self
 
     def blend_digest(self) -> bytes:
         """Everything that a policy's choice depends on."""

@@ -237,7 +237,7 @@ class ChunkScheduler:
         work, self._work = self._work, StepWork(self._engine_id)
         if work.loads or work.prefix_loads:
             unwritten = self._tables.written_by(step)
-            work.loads = [_at_once(self._start_before(unwritten, load)) for load in work.loads]
+            work.loads = [self._start_before(unwritten, load).unless_shared() for load in work.loads]
             work.prefix_loads = [self._start_before(unwritten, load) for load in work.prefix_loads]
         return work
 
@@ -393,9 +393,3 @@ class ChunkScheduler:
             "reused_tokens": int(reused),
             "chunks": [chunk.as_dict() for chunk in chunks],
         }
-
-
-def _at_once(load: ChunkLoad) -> ChunkLoad:
-    """The load, not in slices if it writes blocks that another request is about to use: only before that one does."""
-    is_shared = load.at_once is not None and load.first < load.own
-    return replace(load, at_once=load.prompt.question.start) if is_shared else load
