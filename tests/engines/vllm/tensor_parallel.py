@@ -1,7 +1,7 @@
 """Run as a program by the test beside it: a process of its own, as vLLM's workers are told their cores at its start.
 
 Prints one JSON line: answers (and tokens reported as cached) at ratio 0.0 with documents first filled, then reused,
-then missing on one rank alone; blended; by full prefill, and at ratio 1.0.
+then missing on one rank alone; blended; by full prefill, and at ratio 1.0, also in slices while another decodes.
 """
 
 import json
@@ -24,6 +24,26 @@ def forget_some(worker):
     return connector.loader._ranks.share.together
 
 
+def count_slices(worker):
+    """Have a rank count the slices that it hands out from now on."""
+    from kvmosaic.engines.vllm.slices import Slices
+
+    go_on, Slices.handed = Slices.go_on, 0
+
+    def counted(self, room):
+        handed = go_on(self, room)
+        Slices.handed += len(handed)
+        return handed
+
+    Slices.go_on = counted
+
+
+def slices_counted(worker):
+    from kvmosaic.engines.vllm.slices import Slices
+
+    return Slices.handed
+
+
 def main(model: str, ranks: int) -> None:
     llm = LLM(
         model,
@@ -34,12 +54,13 @@ def main(model: str, ranks: int) -> None:
         skip_tokenizer_init=True,
         block_size=32,
         max_model_len=1024,
+        max_num_batched_tokens=64,
         disable_log_stats=False,
     )
     chance = random.Random(1)
     documents = [[chance.randrange(3, 512) for _ in range(chance.randint(20, 70))] for _ in range(5)]
 
-    def ask(order, system, **params):
+    def ask(order, system, others=(), **params):
         parts = [[system] * 9, *[documents[i] for i in order], [7, 8, 9]]
         ids = [token for part in parts for token in part]
         ends = [sum(map(len, parts[: index + 1])) for index in range(len(parts))]
@@ -47,7 +68,9 @@ def main(model: str, ranks: int) -> None:
         sampling = SamplingParams(
             max_tokens=12, temperature=0, ignore_eos=True, detokenize=False, extra_args={"kv_transfer_params": params}
         )
-        [output] = llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
+        prompts = [*({"prompt_token_ids": other} for other in others), {"prompt_token_ids": ids}]
+        longer = [SamplingParams(max_tokens=60, ignore_eos=True, detokenize=False) for _ in others]
+        *_, output = llm.generate(prompts, [*longer, sampling], use_tqdm=False)
         return list(output.outputs[0].token_ids), output.num_cached_tokens
 
     result = {
@@ -57,6 +80,11 @@ def main(model: str, ranks: int) -> None:
         "asked": ask([3, 1, 0, 2, 4], 15, recompute_ratio=0.5, policy="composite(asking=1)"),
         "checked": ask([3, 1, 0, 2, 4], 16, recompute_ratio=0.8, policy="kv-deviation(layers=0)"),
     }
+    llm.collective_rpc(count_slices)
+    other = [chance.randrange(3, 512) for _ in range(64)]  # a whole step: it decodes when the next one is scheduled
+    assert llm.reset_prefix_cache()
+    result["in_slices"] = ask([0, 1, 2, 3, 4], 11, [other], recompute_ratio=1.0)[0]
+    result["slices"] = llm.collective_rpc(slices_counted)
     result["heads"] = llm.collective_rpc(forget_some)
     result["plain"] = ask([0, 1, 2, 3, 4], 11, chunk_cache=False)[0]
     result["one_rank_forgot"] = ask([4, 2, 0, 1, 3], 14)

@@ -37,7 +37,8 @@ def test_two_ranks_answer_as_one(tmp_path, kv_heads):
     folder = write_tiny_llama(tmp_path, kv_heads)
     two, one = answers(folder, 2), answers(folder, 1)
     assert two["heads"] == (["0-1of4", "2-3of4"] if kv_heads == 4 else ["0-0of1", "0-0of1"])
-    assert two["all"] == two["plain"] == one["plain"]
+    assert two["all"] == two["plain"] == one["plain"] == two["in_slices"]
+    assert two["slices"][0] == two["slices"][1] > 1
     for case in ("filled", "moved", "asked", "checked", "one_rank_forgot", "reused_again"):
         assert two[case][0] == one[case][0], case
     assert 0 < two["asked"][1] < two["document_tokens"]
