@@ -147,9 +147,9 @@ class ChunkLoader:
             self._forward.arrivals.wait_for_all()
 
     def load(self, loads: Sequence[ChunkLoad]) -> None:
-        """Bring positions ``load.first`` up to the question of each request into its blocks. Whatever goes wrong with
-        a request's chunks, on any rank, it is prefilled as plain vLLM would.
-        What earlier steps left is gone on with."""
+        """Bring positions ``load.first`` up to the question of each request into its blocks, after another slice of
+        what earlier steps left. Whatever goes wrong with a request's chunks, on any rank, it is prefilled as plain
+        vLLM would."""
         if not loads and not self.slices:
             return
         with self.timer.stage("load"):
