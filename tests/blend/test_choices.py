@@ -29,8 +29,8 @@ class Drawn(AssembledPrompt):
         assert list(layers) == sorted(set(layers))
         assert set(layers) <= set(self.full_layers)
         self.charged += len(self.probe) * (layers[-1] + 1)
-        weights = torch.rand(len(layers), len(self.probe), self.chunk_tokens, generator=self.lot)
-        return weights / weights.sum(-1, keepdim=True)
+        weights = torch.rand(self.chunk_tokens, generator=self.lot)
+        return weights / weights.sum()
 
     def deviation(self, layer, part):
         self.charged += self.chunk_tokens * (layer + 1)

@@ -5,6 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 GPU = torch.cuda.is_available()
 pytest.importorskip("triton")
@@ -21,11 +23,11 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def random_positions(chance, length):
-    """Lone tokens, runs, or all of a sequence."""
+    """Lone tokens, runs, or all of a sequence's end."""
     kind = chance.choice(["lone", "runs", "all"])
     if kind == "all":
-        return np.arange(length)
-    positions = set(chance.sample(range(length), chance.randint(1, max(1, length // 4))))
+        return np.arange(length)[-200:]
+    positions = set(chance.sample(range(length), chance.randint(1, max(1, min(length, 200) // 4))))
     if kind == "runs":
         width = chance.randint(2, 20)
         positions = {min(at + step, length - 1) for at in positions for step in range(width)}
@@ -36,7 +38,7 @@ def random_case(seed):
     chance, torch_chance = random.Random(seed), torch.Generator().manual_seed(seed)
     group, kv_heads = chance.choice([1, 2, 3, 4, 7, 8]), chance.choice([1, 2, 3])
     k_dim, v_dim = chance.choice([(64, 64), (128, 128), (256, 256), (80, 80), (96, 48)])
-    block_size, longest = chance.choice([16, 32, 48]), 600 if GPU else 200
+    block_size, longest = chance.choice([16, 32, 48]), chance.choice([200, 1500])
     dtypes = [
         torch.float32,
         torch.float16,
@@ -57,7 +59,8 @@ def random_case(seed):
     tokens = sum(len(each.positions) for each in sequences)
     q = draw(tokens, kv_heads * group, k_dim)
     window = chance.choice([None, None, 1, 17, 64, 100])
-    return q, cache, Queries.of(sequences, group, DEVICE), k_dim**-0.5, window, v_dim
+    at_once = chance.choice([1, 4, 33])
+    return q, cache, Queries.of(sequences, group, DEVICE, at_once), k_dim**-0.5, window, v_dim
 
 
 @pytest.mark.parametrize("case", range(30 if GPU else 16))
@@ -77,13 +80,37 @@ def test_attention_is_that_of_the_reference(case):
     assert torch.equal(out, again), f"seed {seed}"
 
 
+@given(st.lists(st.sets(st.integers(0, 40000), min_size=1), min_size=1, max_size=5), st.sampled_from([1, 3, 8]),
+       st.integers(1, 300))  # fmt: skip
+def test_parts_cover_what_tiles_read(positions, group, at_once):
+    asking = [Asking(np.array(sorted(each)), range(3000)) for each in positions]
+    queries = Queries.of(asking, group, torch.device("cpu"), at_once)
+    read, slots = {}, []
+    for first, end, sequence, first_key, end_key, slot in sorted(queries.parts.tolist()):
+        assert first_key % 128 == 0
+        assert first_key == read.get((first, end, sequence), 0) < end_key
+        read[first, end, sequence] = end_key
+        slots += [slot] if slot >= 0 else []
+    for (first, end, _), keys in read.items():
+        assert end - first <= 128 // group
+        assert keys == queries.positions[end - 1] + 1
+    tokens = [token for first, end, _ in sorted(read) for token in range(first, end)]
+    assert tokens == list(range(len(queries.positions)))
+    assert slots == list(range(queries.slots))
+    assert sum(end - begin for *_, begin, end in queries.split.tolist()) == queries.slots <= 2 * at_once
+    sizes = [end - begin for *_, begin, end, _ in queries.parts.tolist()]
+    assert sizes == sorted(sizes, reverse=True)
+    total = sum(int(keys) for keys in read.values())
+    assert sizes[0] <= max(512, total // at_once + 128)
+
+
 def test_a_token_does_not_see_what_comes_after_it():
     """Nor what stands in blocks of others, or in the rest of a block: all of that may be anything."""
     q, cache, queries, scale, window, v_dim = random_case(random.randrange(10**9))
     out = torch.empty(*q.shape[:2], v_dim, dtype=q.dtype, device=DEVICE)
     sparse_attention(q, cache, queries, scale, window, out)
     seen = torch.zeros(cache.shape[0], cache.shape[2], dtype=torch.bool)
-    for first, end, sequence in queries.tiles.tolist():
+    for first, end, sequence, *_ in queries.parts.tolist():
         for position in range(int(queries.positions[first:end].max()) + 1):
             seen[queries.blocks[sequence][position // cache.shape[2]], position % cache.shape[2]] = True
     spoilt = torch.where(seen[:, None, :, None].to(DEVICE), cache, float("nan"))

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import lt
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -60,9 +61,9 @@ class AssembledPrompt(ABC):
 
     @abstractmethod
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
-        """How much the question attends to each chunk token at ``layers`` (ascending, full ones): ``[layers, queries,
-        chunk tokens]`` in fp32, averaged over heads; the weights of a query sum to 1 over the chunk tokens. Charges
-        the question's way through the layers up to the last of these."""
+        """How much the question attends to each chunk token at ``layers`` (ascending, full ones): ``[chunk tokens]``
+        in fp32, averaged over heads, over its tokens and over layers; they sum to 1. Charges the question's way
+        through the layers up to the last of these."""
 
     @abstractmethod
     def deviation(self, layer: int, part: Part) -> torch.Tensor:
@@ -123,5 +124,5 @@ def choose(policy: Policy, assembled: AssembledPrompt, ratio: float) -> Selectio
         return Selection(tuple(assembled.positions().tolist()))
     policy.check(assembled.num_layers)
     selection = policy.select(assembled, ratio)
-    assert list(selection.positions) == sorted(set(selection.positions))
+    assert all(map(lt, selection.positions, selection.positions[1:]))
     return selection

@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
-from kvmosaic.blend.query_attention import PROBED_LAYERS, check_layers, middle_layers, question_scores
+from kvmosaic.blend.query_attention import PROBED_LAYERS, check_layers, middle_layers
 from kvmosaic.blend.sink_link import first_tokens
 from kvmosaic.blend.spans import best_spans, places
 
@@ -40,7 +40,7 @@ class Composite(Policy):
         if not probed or assembled.probe_share(probed[-1], ratio) > self.asking:
             chosen = first_tokens(assembled, assembled.affordable(ratio))
         else:
-            scores = question_scores(assembled, probed)
+            scores = assembled.question_attention(probed).cpu()
             chosen = self._mosaic(scores, assembled, assembled.affordable(ratio))
         return Selection(tuple(assembled.positions()[chosen].tolist()))
 

@@ -2,7 +2,6 @@
 
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -33,7 +32,7 @@ class QueryAttention(Policy):
         probed = middle_layers(assembled, self.layers)
         if not probed or assembled.probe_share(probed[-1], ratio) >= 1:
             return Selection()  # nobody to ask, or asking would cost all there is to spend
-        scores = question_scores(assembled, probed)
+        scores = assembled.question_attention(probed)
         chosen = best_spans(scores, assembled, assembled.affordable(ratio), self.span)
         return Selection(tuple(assembled.positions()[chosen].tolist()))
 
@@ -55,9 +54,3 @@ def middle_layers(assembled: AssembledPrompt, count: int) -> list[int]:
         return [min(assembled.full_layers, key=lambda layer: abs(layer - (first + last) / 2))]
     step = max(1.0, len(middle) / count)
     return [middle[int((index + 0.5) * step)] for index in range(min(count, len(middle)))]
-
-
-def question_scores(assembled: AssembledPrompt, layers: list[int]) -> torch.Tensor:
-    """``[chunk tokens]``: attention of the question's tokens, averaged over them and over layers."""
-    weights: torch.Tensor = assembled.question_attention(layers)
-    return weights.mean((0, 1)).cpu()

@@ -18,13 +18,19 @@ def best_spans(
     runs = -(-lengths // width)
     run_of = np.repeat(runs.cumsum() - runs, lengths) + places(assembled) // width
     mean = np.bincount(run_of, weights=scores.double().cpu().numpy()) / np.bincount(run_of)
-    # Runs from best to worst, each one's tokens in order; ties go to the earlier run.
-    rank = np.empty(len(mean), dtype=np.int64)
-    rank[np.argsort(-mean, kind="stable")] = np.arange(len(mean))
-    rank_of = rank[run_of] if given is None else np.where(given.numpy(), -1, rank[run_of])
-    chosen = torch.zeros(len(run_of), dtype=torch.bool)
-    chosen[torch.from_numpy(np.argsort(rank_of, kind="stable")[:count])] = True
-    return chosen
+    chosen = np.zeros(len(run_of), dtype=bool) if given is None else given.numpy().copy()
+    chosen[np.flatnonzero(chosen)[count:]] = False
+    room = count - int(chosen.sum())
+    # Runs from best to worst as long as there is room, then the first tokens of the next; ties go to the earlier run.
+    best = np.argsort(-mean, kind="stable")
+    taken = np.bincount(run_of, weights=~chosen)[best].cumsum()
+    whole = int(np.searchsorted(taken, room, side="right"))
+    is_whole = np.zeros(len(mean), dtype=bool)
+    is_whole[best[:whole]] = True
+    if whole < len(best):
+        rest = np.flatnonzero((run_of == best[whole]) & ~chosen)
+        chosen[rest[: room - int(taken[whole - 1] if whole else 0)]] = True
+    return torch.from_numpy(chosen | is_whole[run_of])
 
 
 def places(assembled: AssembledPrompt) -> np.ndarray:

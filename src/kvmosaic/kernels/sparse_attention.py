@@ -1,7 +1,8 @@
 """Attention of any tokens of paged sequences over everything at or before their own positions.
 
 Backends take runs of consecutive tokens and read a sequence's whole KV for each of them. Here tokens share a
-tile however far apart they stand, and every tile reads the KV once: lone tokens cost hardly more than a run.
+tile however far apart they stand, and every tile reads the KV once: lone tokens cost hardly more than a run. Where
+tiles are too few to keep a GPU busy, several programs share a tile's keys, and their results are put together.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ except ImportError:  # then the torch reference is all there is, and nobody asks
 
 ROWS = 128
 """Rows of a tile: tokens times the query heads that share a KV head."""
+PART_KEYS, STEP = 512, 128
+"""A tile's keys are cut into parts of so many at least, which begin at multiples of so many."""
 
 
 class Asking(NamedTuple):
@@ -36,32 +39,65 @@ class Queries:
 
     positions: torch.Tensor
     """``[tokens]`` int32, of all sequences."""
-    tiles: torch.Tensor
-    """``[tiles, 3]`` int32: first token, end, sequence; those with most to read first."""
+    parts: torch.Tensor
+    """``[parts, 6]`` int32: a tile's first token, end, sequence, first key to read, end, and the slot that its result
+    waits in for those of the tile's other parts, or -1 where there are none; those with most to read first."""
+    split: torch.Tensor
+    """``[tiles, 4]`` int32, of the tiles with several parts: first token, end, first slot, end."""
+    slots: int
     blocks: torch.Tensor
     """``[sequences, blocks]`` int32."""
     group: int
     """Query heads that share a KV head."""
 
     @classmethod
-    def of(cls, sequences: Sequence[Asking], group: int, device: torch.device) -> "Queries":
-        """Put the tokens of some sequences, one after the other, into tiles."""
+    def of(cls, sequences: Sequence[Asking], group: int, device: torch.device, at_once: int) -> "Queries":
+        """Put the tokens of some sequences, one after the other, into tiles. Work is cut into about ``at_once`` parts
+        of equal size, or into tiles where these are more."""
         size = ROWS // group
         assert size, f"{group} query heads share a KV head; at most {ROWS} may"
-        tiles, first = [], 0
+        found, first = [], 0
         for index, (positions, _) in enumerate(sequences):
             begins = np.arange(0, len(positions), size)
             ends = np.minimum(begins + size, len(positions))
-            last = positions[ends - 1]
-            tiles.append(np.stack([first + begins, first + ends, np.full_like(begins, index), last], axis=1))
+            keys = positions[ends - 1] + 1
+            found.append(np.stack([first + begins, first + ends, np.full_like(begins, index), keys], axis=1))
             first += len(positions)
-        every = np.concatenate(tiles)
-        every = every[np.argsort(-every[:, 3], kind="stable"), :3]
+        parts, split = _cut(np.concatenate(found), at_once)
         table = np.zeros((len(sequences), max(len(blocks) for _, blocks in sequences)), dtype=np.int32)
         for index, (_, blocks) in enumerate(sequences):
             table[index, : len(blocks)] = blocks
         positions = np.concatenate([positions for positions, _ in sequences])
-        return cls(_sent(positions, device), _sent(every, device), _sent(table, device), group)
+        return cls(
+            _sent(positions, device),
+            _sent(parts, device),
+            _sent(split, device),
+            int(split[-1, 3]) if len(split) else 0,
+            _sent(table, device),
+            group,
+        )
+
+
+def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
+    """``parts`` and ``split`` of some tiles ``[tiles, 4]``: first token, end, sequence, keys."""
+    keys = tiles[:, 3]
+    most = -(-max(PART_KEYS, int(keys.sum()) // at_once) // STEP) * STEP
+    counts = -(-keys // most)
+    slots = np.where(counts > 1, counts, 0)
+    ends = slots.cumsum()
+    split = np.stack([tiles[:, 0], tiles[:, 1], ends - slots, ends], axis=1)[counts > 1]
+    tile = np.repeat(np.arange(len(tiles)), counts)
+    place = np.arange(len(tile)) - (counts.cumsum() - counts)[tile]  # among the parts of its tile
+    width = (-(-keys // (counts * STEP)) * STEP)[tile]
+    first, end = place * width, np.minimum((place + 1) * width, keys[tile])
+    slot = np.where(counts[tile] > 1, (ends - slots)[tile] + place, -1)
+    parts = np.stack([*tiles[tile, :3].T, first, end, slot], axis=1)
+    return parts[np.argsort(first - end, kind="stable")], split
+
+
+def parts_at_once(device: torch.device, kv_heads: int) -> int:
+    """How many parts keep a GPU busy: two rounds, so that those who end early have something else to do."""
+    return max(1, 2 * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads)
 
 
 def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -83,13 +119,19 @@ def sparse_attention(
     assert len(queries.positions) == tokens
     # What a program holds of K and V at a time has to fit into shared memory, twice or more to be read ahead.
     row_bytes = triton.next_power_of_2(max(k_dim, v_dim)) * q.element_size()
-    keys, stages = (128, 3) if row_bytes <= 256 else (32, 2) if row_bytes <= 512 else (16, 1)
-    _attend[(cache.shape[1], len(queries.tiles))](
+    keys, stages = (STEP, 3) if row_bytes <= 256 else (32, 2) if row_bytes <= 512 else (16, 1)
+    kv_heads, slots = cache.shape[1], queries.slots
+    v_padded = triton.next_power_of_2(v_dim)
+    partial = torch.empty(slots, kv_heads, ROWS, v_padded, device=q.device)  # sums of weighted values
+    sums = torch.empty(slots, kv_heads, 2, ROWS, device=q.device)  # of weights; and the highest score
+    _attend[(kv_heads, len(queries.parts))](
         q,
         cache,
         out,
+        partial,
+        sums,
         queries.positions,
-        queries.tiles,
+        queries.parts,
         queries.blocks,
         scale * 1.4426950408889634,  # the kernel's powers are of two
         *q.stride()[:2],
@@ -103,12 +145,16 @@ def sparse_attention(
         K_DIM=k_dim,
         V_DIM=v_dim,
         K_PADDED=triton.next_power_of_2(k_dim),
-        V_PADDED=triton.next_power_of_2(v_dim),
+        V_PADDED=v_padded,
         WINDOW=window or 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8,
         num_stages=stages,
     )
+    if slots:
+        _join[(kv_heads, len(queries.split))](
+            partial, sums, out, queries.split, *out.stride()[:2], queries.group, ROWS, v_dim, v_padded, num_warps=8
+        )
 
 
 def sparse_attention_reference(
@@ -116,8 +162,8 @@ def sparse_attention_reference(
 ) -> None:
     """:func:`sparse_attention` in torch operations, one token after the other."""
     k_dim = q.shape[2]
-    for first, end, sequence in queries.tiles.tolist():
-        for token in range(first, end):
+    for first, end, sequence, begin, *_ in queries.parts.tolist():
+        for token in range(first, end) if begin == 0 else ():
             position = int(queries.positions[token])
             seen = torch.arange(0 if window is None else max(0, position + 1 - window), position + 1)
             block = queries.blocks[sequence].cpu()[seen // cache.shape[2]].long()
@@ -134,8 +180,10 @@ if triton is not None:
         q,
         cache,
         out,
+        partial,
+        sums,
         positions,
-        tiles,
+        parts,
         blocks,
         scale,
         stride_q_token,
@@ -158,9 +206,10 @@ if triton is not None:
         PRECISION: tl.constexpr,
     ):
         head = tl.program_id(0)
-        tile = tiles + tl.program_id(1) * 3
-        first, end = tl.load(tile), tl.load(tile + 1)
-        blocks += tl.load(tile + 2) * stride_blocks
+        part = parts + tl.program_id(1) * 6
+        first, end = tl.load(part), tl.load(part + 1)
+        blocks += tl.load(part + 2) * stride_blocks
+        first_key, end_key, slot = tl.load(part + 3), tl.load(part + 4), tl.load(part + 5)
         row = tl.arange(0, ROWS)
         token = first + row // GROUP
         live = token < end
@@ -180,23 +229,69 @@ if triton is not None:
         result = tl.zeros([ROWS, V_PADDED], tl.float32)
 
         # Keys that all rows see, then those that only some do; within windows there may be none of the first.
-        begin = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
-        common = begin if WINDOW > 0 else (lowest + 1) // KEYS * KEYS
+        begin = tl.maximum(tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS, first_key) if WINDOW > 0 else first_key
+        common = begin if WINDOW > 0 else tl.minimum((lowest + 1) // KEYS * KEYS, end_key)
         for start in range(begin, common, KEYS):
             most, total, result = _look(
                 start, most, total, result, asking, cache, blocks, position, highest, scale,
                 stride_block, stride_slot, KEYS, BLOCK, K_DIM, V_DIM, K_PADDED, V_PADDED, WINDOW, PRECISION, False,
             )  # fmt: skip
-        for start in range(common, highest + 1, KEYS):
+        for start in range(tl.maximum(common, begin), end_key, KEYS):
             most, total, result = _look(
                 start, most, total, result, asking, cache, blocks, position, highest, scale,
                 stride_block, stride_slot, KEYS, BLOCK, K_DIM, V_DIM, K_PADDED, V_PADDED, WINDOW, PRECISION, True,
             )  # fmt: skip
-        place = out + (token.to(tl.int64) * stride_out_token + q_head * stride_out_head)[:, None] + v_column[None, :]
+        if slot >= 0:
+            slot = slot * tl.num_programs(0) + head
+            tl.store(partial + (slot * ROWS + row)[:, None] * V_PADDED + v_column[None, :], result)
+            tl.store(sums + slot * 2 * ROWS + row, total)
+            tl.store(sums + (slot * 2 + 1) * ROWS + row, most)
+        else:
+            place = out + (token.to(tl.int64) * stride_out_token + q_head * stride_out_head)[:, None]
+            tl.store(
+                place + v_column[None, :],
+                (result / total[:, None]).to(out.dtype.element_ty),
+                mask=live[:, None] & (v_column < V_DIM)[None, :],
+            )
+
+    @triton.jit
+    def _join(  # type: ignore[no-untyped-def]
+        partial,
+        sums,
+        out,
+        tiles,
+        stride_out_token,
+        stride_out_head,
+        GROUP: tl.constexpr,
+        ROWS: tl.constexpr,
+        V_DIM: tl.constexpr,
+        V_PADDED: tl.constexpr,
+    ):
+        """Put the parts of a tile together."""
+        head = tl.program_id(0)
+        tile = tiles + tl.program_id(1) * 4
+        first, end = tl.load(tile), tl.load(tile + 1)
+        row, v_column = tl.arange(0, ROWS), tl.arange(0, V_PADDED)
+        most = tl.full([ROWS], -1e30, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        result = tl.zeros([ROWS, V_PADDED], tl.float32)
+        for each in range(tl.load(tile + 2), tl.load(tile + 3)):
+            slot = each * tl.num_programs(0) + head
+            their_most = tl.load(sums + (slot * 2 + 1) * ROWS + row)
+            higher = tl.maximum(most, their_most)
+            mine, other = tl.exp2(most - higher), tl.exp2(their_most - higher)
+            values = tl.load(partial + (slot * ROWS + row)[:, None] * V_PADDED + v_column[None, :])
+            result = result * mine[:, None] + values * other[:, None]
+            total = total * mine + tl.load(sums + slot * 2 * ROWS + row) * other
+            most = higher
+        token = first + row // GROUP
+        place = (
+            out + (token.to(tl.int64) * stride_out_token + (head * GROUP + row % GROUP) * stride_out_head)[:, None]
+        )
         tl.store(
-            place,
+            place + v_column[None, :],
             (result / total[:, None]).to(out.dtype.element_ty),
-            mask=live[:, None] & (v_column < V_DIM)[None, :],
+            mask=(token < end)[:, None] & (v_column < V_DIM)[None, :],
         )
 
     @triton.jit

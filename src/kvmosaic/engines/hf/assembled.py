@@ -33,7 +33,7 @@ class HFAssembled(AssembledPrompt):
         extra = self._last_token(rows)
         self._engine.probe(self.prompt, [*rows, *extra], self._kv, self._length, layers[-1], observe)
         self.charged += len(self.probe) * (layers[-1] + 1)
-        return torch.stack(weights)
+        return torch.stack(weights).mean((0, 1))
 
     def deviation(self, layer: int, part: Part) -> torch.Tensor:
         places = self.positions().to(self._kv.k.device)

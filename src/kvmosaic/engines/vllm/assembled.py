@@ -58,12 +58,11 @@ class VllmAssembled(AssembledPrompt):
         self._forward.probe([self._row(self.probe.start, self.probe.end)], layers[-1], observe)
         self.charged += len(self.probe) * (layers[-1] + 1)
         weights = []
-        for layer, passes in queries.items():
-            asking = torch.cat(passes)[-QUERY_TOKENS:].transpose(0, 1)
-            keys = self._kv.reused(self._moves, self._blocks, layer, "k")
+        for layer, keys in zip(layers, self._kv.reused(self._moves, self._blocks, layers, "k"), strict=True):
+            asking = torch.cat(queries[layer])[-QUERY_TOKENS:].transpose(0, 1)
             weights.append(attention_weights(asking, keys, self._forward.layers[layer].impl.scale))
         heads = self._forward.layers[0].num_heads * self._ranks.count
-        return self._ranks.sum(torch.stack(weights)) / heads
+        return self._ranks.sum(torch.stack(weights).mean((0, 1))) / heads
 
     def deviation(self, layer: int, part: Part) -> torch.Tensor:
         fresh: list[torch.Tensor] = []
@@ -72,7 +71,8 @@ class VllmAssembled(AssembledPrompt):
             if index == layer:
                 fresh.append((k if part == "k" else v).transpose(0, 1).clone())
 
-        reused = self._kv.reused(self._moves, self._blocks, layer, part)  # before others are written in its place
+        # Before others are written in its place.
+        reused = next(self._kv.reused(self._moves, self._blocks, [layer], part))
         self.compute_chunks(layer, observe)
         skipped = max(0, self._first - self.prompt.chunks[0].start)
         distance = torch.cat(fresh, dim=1).float() - reused[:, skipped:].float()

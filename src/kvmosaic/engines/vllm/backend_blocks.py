@@ -1,6 +1,6 @@
 """Entries into vLLM's blocks and out of them by means of the backend."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,15 +79,20 @@ class BackendBlocks(RequestBlocks):
             forward.write(layer, k, v, slots[kept])
 
     def reused(
-        self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], layer: int, part: KVPart
-    ) -> torch.Tensor:
+        self,
+        moves: Sequence[tuple[ChunkKV, int]],
+        blocks: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        part: KVPart,
+    ) -> Iterator[torch.Tensor]:
         # From the entries: only the backend knows how blocks are packed.
         which = 0 if part == "k" else 1
-        rows = torch.cat([entry.layer(layer)[which].to(self._forward.device) for entry, _ in moves], dim=1)
-        turn = turns_for(moves, 0, [self._rotary[layer]])[0]
-        if turn is not None and turn.columns.part == part:
-            rotate_(rows, turn.turn, turn.columns)
-        return rows
+        for layer in layers:
+            rows = torch.cat([entry.layer(layer)[which].to(self._forward.device) for entry, _ in moves], dim=1)
+            turn = turns_for(moves, 0, [self._rotary[layer]])[0]
+            if turn is not None and turn.columns.part == part:
+                rotate_(rows, turn.turn, turn.columns)
+            yield rows
 
     @property
     def can_read(self) -> bool:

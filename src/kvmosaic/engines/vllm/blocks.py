@@ -1,7 +1,7 @@
 """Entries into vLLM's blocks and out of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import NamedTuple
 
@@ -55,9 +55,14 @@ class RequestBlocks(ABC):
 
     @abstractmethod
     def reused(
-        self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], layer: int, part: KVPart
-    ) -> torch.Tensor:
-        """K or V at one layer of entries that were put in place, ``[kv_heads, tokens, dim]``, keys turned."""
+        self,
+        moves: Sequence[tuple[ChunkKV, int]],
+        blocks: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        part: KVPart,
+    ) -> Iterator[torch.Tensor]:
+        """K or V of entries that were put in place, ``[kv_heads, tokens, dim]``, keys turned, at one layer after the
+        other."""
 
     def fill(
         self, context: Sequence[int], chunks: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -96,15 +96,20 @@ class KernelBlocks(RequestBlocks):
         return [_split(move, self._caches) for move in moves]
 
     def reused(
-        self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], layer: int, part: KVPart
-    ) -> torch.Tensor:
-        self._arrivals.wait(layer)
-        size, cache = self._caches.block_size, self._caches.layers[layer]
+        self,
+        moves: Sequence[tuple[ChunkKV, int]],
+        blocks: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        part: KVPart,
+    ) -> Iterator[torch.Tensor]:
+        size = self._caches.block_size
         positions = np.concatenate([np.arange(at, at + len(entry.tokens)) for entry, at in moves])
         ids = np.asarray(blocks[0], dtype=np.int64)[positions // size]
-        block, slot = torch.from_numpy(np.stack([ids, positions % size])).to(cache.device)
+        block, slot = torch.from_numpy(np.stack([ids, positions % size])).to(self._forward.device)
         columns = slice(0, self._caches.k_dim) if part == "k" else slice(self._caches.k_dim, None)
-        return cache[..., columns][block, :, slot].transpose(0, 1)
+        for layer in layers:
+            self._arrivals.wait(layer)
+            yield self._caches.layers[layer][..., columns][block, :, slot].transpose(0, 1)
 
     @property
     def can_read(self) -> bool:

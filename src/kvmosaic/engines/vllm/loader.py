@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
@@ -257,7 +258,7 @@ class ChunkLoader:
 
     @staticmethod
     def _rows(load: ChunkLoad, positions: set[int]) -> list[Row]:
-        return [Row(load.prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(sorted(positions))]
+        return [Row(load.prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(positions)]
 
     def _compute(self, rests: Sequence[_Rest]) -> None:
         """Run all that is left of some requests in one go."""
@@ -346,12 +347,8 @@ class ChunkLoader:
         return self._blocks.fill(context, chunks, self._scratch)
 
 
-def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending positions as ``(start, end)`` runs."""
-    runs: list[tuple[int, int]] = []
-    for position in positions:
-        if runs and runs[-1][1] == position:
-            runs[-1] = (runs[-1][0], position + 1)
-        else:
-            runs.append((position, position + 1))
-    return runs
+def _runs(positions: Collection[int]) -> list[tuple[int, int]]:
+    """Positions as ascending ``(start, end)`` runs."""
+    ascending = np.sort(np.fromiter(positions, dtype=np.int64, count=len(positions)))
+    gaps = np.flatnonzero(np.diff(ascending, prepend=-2, append=np.iinfo(np.int64).max) > 1)
+    return list(zip(ascending[gaps[:-1]].tolist(), (ascending[gaps[1:] - 1] + 1).tolist(), strict=True))

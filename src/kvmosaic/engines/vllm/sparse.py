@@ -86,7 +86,7 @@ class SparseForward:
     def run(self, rows: Sequence[Row]) -> None:
         """Compute all rows. Rows of one sequence come in ascending order, so that passes build on each other."""
         for batch in self._passes(rows):
-            self._forward(batch)
+            self._forward(batch, graphs=True)
 
     def outputs(self, rows: Sequence[Row], shift: int = 0) -> torch.Tensor:
         """Compute all rows as :meth:`run` does and return the last hidden states ``[tokens, hidden]``. With ``shift``

@@ -13,7 +13,7 @@ import torch
 from kvmosaic.engines.vllm.compat import paged_cache
 from kvmosaic.engines.vllm.ranks import Ranks
 from kvmosaic.engines.vllm.rows import PagedTokens, Row, by_sequence
-from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, sparse_attention
+from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, parts_at_once, sparse_attention
 
 if TYPE_CHECKING:
     from kvmosaic.engines.vllm.sparse import SparseForward
@@ -30,6 +30,7 @@ class TileAttention:
         layer = forward.layers[0]
         self._group = layer.num_heads // layer.num_kv_heads
         self._tokens = ROWS // self._group
+        self._at_once = parts_at_once(forward.device, layer.num_kv_heads)
         self._device = forward.device
         # Ranks have to decide alike, or they would wait for each other in different passes.
         self.slowdown = ranks.first(self._measure(forward, num_blocks))
@@ -44,7 +45,7 @@ class TileAttention:
     def queries(self, sequences: Sequence[PagedTokens]) -> Queries:
         """Put the tokens of some sequences, whose blocks are in one group, into tiles."""
         asking = [Asking(positions, blocks[0]) for positions, blocks in sequences]
-        return Queries.of(asking, self._group, self._device)
+        return Queries.of(asking, self._group, self._device, self._at_once)
 
     def attend(self, layer: Any, q: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:
         """Attention of ``q`` ``[tokens, heads, dim]`` over a layer's cache, into ``out``."""
