@@ -7,11 +7,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+VOCABULARY = 512
+
 
 def write_tiny_llama(folder: Path, kv_heads: int = 4, **changes) -> str:
     """Its heads split over two ranks."""
     config = LlamaConfig(
-        vocab_size=512,
+        vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=256,
         num_hidden_layers=3,
@@ -30,7 +32,7 @@ def write_tiny_llama(folder: Path, kv_heads: int = 4, **changes) -> str:
 def write_tiny_gemma(folder: Path, window: int) -> str:
     """Two layers of three have a sliding window."""
     config = Gemma3TextConfig(
-        vocab_size=512,
+        vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=6,
