@@ -29,6 +29,8 @@ def first_tokens(assembled: AssembledPrompt, count: int, most: int | None = None
     """``[chunk tokens]`` bool: ``count`` tokens, equally many from the start of every chunk where it has them, but
     not more than ``most`` of one. Left-overs go to the first chunks."""
     place = places(assembled)
-    chosen = torch.zeros(len(place), dtype=torch.bool)
-    chosen[torch.from_numpy(np.argsort(place, kind="stable")[:count])] = True
-    return chosen if most is None else chosen & torch.from_numpy(place < most)
+    allowed = np.ones(len(place), dtype=bool) if most is None else place < most
+    if allowed.sum() > count:
+        last = np.flatnonzero(allowed)[np.argsort(place[allowed], kind="stable")[count:]]
+        allowed[last] = False
+    return torch.from_numpy(allowed)

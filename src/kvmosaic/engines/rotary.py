@@ -104,8 +104,10 @@ def turns_for(
 ) -> list[LayerTurn | None]:
     """How each layer of some entries, one after the other, turns on its way to the given positions of a prompt of
     ``length`` tokens."""
-    old = [entry.first_position + i for entry, _ in moves for i in range(len(entry.tokens))]
-    new = [position + i for entry, position in moves for i in range(len(entry.tokens))]
+    old, new = (
+        [position for at, entry in places for position in range(at, at + len(entry.tokens))]
+        for places in ([(entry.first_position, entry) for entry, _ in moves], [(at, entry) for entry, at in moves])
+    )
     turns: dict[RotaryTable, CosSin] = {
         table: rotation_between(table.rows(old, length), table.rows(new, length))
         for table in dict.fromkeys(layer.table for layer in rotary if layer)

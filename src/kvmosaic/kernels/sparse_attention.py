@@ -52,8 +52,8 @@ class Queries:
 
     @classmethod
     def of(cls, sequences: Sequence[Asking], group: int, device: torch.device, at_once: int) -> "Queries":
-        """Put the tokens of some sequences, one after the other, into tiles. Work is cut into about ``at_once`` parts
-        of equal size, or into tiles where these are more."""
+        """Put the tokens of some sequences, one after the other, into tiles, and these, if they are fewer than
+        ``at_once``, into about so many parts of equal size."""
         size = ROWS // group
         assert size, f"{group} query heads share a KV head; at most {ROWS} may"
         found, first = [], 0
@@ -81,7 +81,8 @@ class Queries:
 def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
     """``parts`` and ``split`` of some tiles ``[tiles, 4]``: first token, end, sequence, keys."""
     keys = tiles[:, 3]
-    most = -(-max(PART_KEYS, int(keys.sum()) // at_once) // STEP) * STEP
+    enough = keys.max() if len(tiles) >= at_once else keys.sum() // at_once
+    most = -(-max(PART_KEYS, int(enough)) // STEP) * STEP
     counts = -(-keys // most)
     slots = np.where(counts > 1, counts, 0)
     ends = slots.cumsum()
@@ -96,8 +97,8 @@ def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def parts_at_once(device: torch.device, kv_heads: int) -> int:
-    """How many parts keep a GPU busy: two rounds, so that those who end early have something else to do."""
-    return max(1, 2 * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads)
+    """How many parts keep a GPU busy, which computes one on each of its processors."""
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // kv_heads)
 
 
 def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
