@@ -55,21 +55,29 @@ class TileAttention:
         layer, size = forward.layers[forward.full_layers[0] if forward.full_layers else 0], forward.block_sizes[0]
         context = min(CONTEXT_TOKENS // size, forward.max_tokens // size, num_blocks - 1) * size
         tokens = min(RUN_TOKENS, context)
-        row = Row(range(tokens), context - tokens, [range(1, context // size + 1)])
-        dtype = paged_cache(layer).dtype
-        heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-        dims = (layer.head_size, layer.head_size, layer.head_size_v)
-        q, k, v = (
-            torch.randn(tokens, count, dim, dtype=dtype, device=self._device)
-            for count, dim in zip(heads, dims, strict=True)
-        )
-        out = torch.empty(tokens, layer.num_heads, layer.head_size_v, dtype=dtype, device=self._device)
+        blocks = [range(1, context // size + 1)]
+        row = Row(range(tokens), context - tokens, blocks)
+        q, k, v, out = self._draw(layer, tokens)
         queries = self.queries(by_sequence([row]))
         metadata = forward.metadata([row])[layer.layer_name]
         with torch.inference_mode():
+            # No request shall wait until a kernel is compiled, neither for long runs nor for lone tokens.
+            for other in {layer.sliding_window: layer for layer in forward.layers}.values():
+                for each in (row, Row(range(1), context - 1, blocks)):
+                    asking, _, _, result = self._draw(other, len(each.tokens))
+                    self.attend(other, asking, self.queries(by_sequence([each])), result)
             ours = _seconds(lambda: self.attend(layer, q, queries, out))
             theirs = _seconds(lambda: layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, output=out))
         return ours / theirs
+
+    def _draw(self, layer: Any, tokens: int) -> list[torch.Tensor]:
+        """Random queries, keys, values, and room for results of a layer, ``[tokens, heads, dim]``."""
+        heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)
+        dims = (layer.head_size, layer.head_size, layer.head_size_v, layer.head_size_v)
+        return [
+            torch.randn(tokens, count, dim, device=self._device).to(paged_cache(layer).dtype)
+            for count, dim in zip(heads, dims, strict=True)
+        ]
 
 
 def _seconds(action: Callable[[], object]) -> float:
