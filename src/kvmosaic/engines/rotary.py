@@ -104,10 +104,8 @@ def turns_for(
 ) -> list[LayerTurn | None]:
     """How each layer of some entries, one after the other, turns on its way to the given positions of a prompt of
     ``length`` tokens."""
-    old, new = (
-        [position for at, entry in places for position in range(at, at + len(entry.tokens))]
-        for places in ([(entry.first_position, entry) for entry, _ in moves], [(at, entry) for entry, at in moves])
-    )
+    old = [at for entry, _ in moves for at in range(entry.first_position, entry.first_position + len(entry.tokens))]
+    new = [at for entry, position in moves for at in range(position, position + len(entry.tokens))]
     turns: dict[RotaryTable, CosSin] = {
         table: rotation_between(table.rows(old, length), table.rows(new, length))
         for table in dict.fromkeys(layer.table for layer in rotary if layer)

@@ -21,7 +21,7 @@ except ImportError:  # then the torch reference is all there is, and nobody asks
 ROWS = 128
 """Rows of a tile: tokens times the query heads that share a KV head."""
 PART_KEYS, STEP = 512, 128
-"""A tile's keys are cut into parts of so many at least, which begin at multiples of so many."""
+"""A tile of up to so many keys is never cut; parts begin at multiples of so many."""
 
 
 class Asking(NamedTuple):

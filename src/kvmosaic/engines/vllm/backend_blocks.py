@@ -87,9 +87,9 @@ class BackendBlocks(RequestBlocks):
     ) -> Iterator[torch.Tensor]:
         # From the entries: only the backend knows how blocks are packed.
         which = 0 if part == "k" else 1
-        for layer in layers:
+        turns = turns_for(moves, 0, [self._rotary[layer] for layer in layers])
+        for layer, turn in zip(layers, turns, strict=True):
             rows = torch.cat([entry.layer(layer)[which].to(self._forward.device) for entry, _ in moves], dim=1)
-            turn = turns_for(moves, 0, [self._rotary[layer]])[0]
             if turn is not None and turn.columns.part == part:
                 rotate_(rows, turn.turn, turn.columns)
             yield rows

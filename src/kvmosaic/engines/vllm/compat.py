@@ -228,15 +228,19 @@ def asks_for_layers(forward_context: Any) -> bool:
 
 def graph_size(runner: Any, tokens: int) -> int | None:
     """Tokens of the smallest CUDA graph, in pieces between attention, that takes ``tokens``; ``None`` where vLLM has
-    none (yet), or none that we know how to feed: the V2 runner's, without adapters."""
+    none (yet), or none that we know how to feed: the V2 runner's, without adapters, of models that take one position
+    for each token. Writing K and V must be no part of it, or it would write where the step in progress does."""
     manager = getattr(runner, "cudagraph_manager", None)
     if (
         not getattr(manager, "_graphs_captured", False)
         or getattr(manager, "use_breakable_cg", False)
         or runner.lora_config is not None
+        or getattr(runner.model_state, "rope_state", None) is not None
     ):
         return None
     assert manager is not None
+    if "vllm::unified_kv_cache_update" not in (manager.compilation_config.splitting_ops or ()):
+        return None
     graphs = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, ())
     return min((graph.num_tokens for graph in graphs if graph.num_tokens >= tokens), default=None)
 

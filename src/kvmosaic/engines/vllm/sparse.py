@@ -61,8 +61,11 @@ class SparseForward:
             for index, group in enumerate(self._kv_cache_config.kv_cache_groups)
             for name in group.layer_names
         }
-        # On a CPU, vLLM's compiled code is traced for its own steps only; that of multimodal models takes embeddings.
-        self._runs_compiled = runner.device.type != "cpu" and not getattr(runner, "supports_mm_inputs", False)
+        # On a CPU, vLLM's compiled code is traced for its own steps only; that of some models takes embeddings.
+        takes_embeddings = (
+            getattr(runner, "supports_mm_inputs", False) or vllm_config.model_config.enable_prompt_embeds
+        )
+        self._runs_compiled = runner.device.type != "cpu" and not takes_embeddings
         self._most_rows = vllm_config.scheduler_config.max_num_seqs
         """Backends are made for so many sequences."""
         self._tiles: TileAttention | None = None
@@ -89,8 +92,8 @@ class SparseForward:
             self._forward(batch, graphs=True)
 
     def outputs(self, rows: Sequence[Row], shift: int = 0) -> torch.Tensor:
-        """Compute all rows as :meth:`run` does and return the last hidden states ``[tokens, hidden]``. With ``shift``
-        the model is told positions that much higher."""
+        """Compute all rows, without CUDA graphs, whose results the next pass would overwrite, and return the last
+        hidden states ``[tokens, hidden]``. With ``shift`` the model is told positions that much higher."""
         return torch.cat([self._forward(batch, shift) for batch in self._passes(rows)])
 
     def capture(self, rows: Sequence[Row], shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

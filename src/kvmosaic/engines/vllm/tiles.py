@@ -82,7 +82,7 @@ class TileAttention:
 
 def _seconds(action: Callable[[], object]) -> float:
     times = []
-    for _ in range(REPEATS + 1):  # the first compiles
+    for _ in range(REPEATS + 1):  # the first may compile
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         action()
