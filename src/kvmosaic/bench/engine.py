@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from kvmosaic import __version__
+from kvmosaic.core.errors import KvmosaicError
 
 if TYPE_CHECKING:
     from kvmosaic.vllm import LLM
@@ -69,8 +70,11 @@ class Model:
 def start(model: Model, **settings: Any) -> "LLM":
     """An engine in this process; ``settings`` are vLLM's and the chunk cache's."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from kvmosaic.bench.weights import LOAD_FORMAT  # after vLLM was told how to run
-    from kvmosaic.vllm import LLM
+    try:
+        from kvmosaic.vllm import LLM  # after vLLM was told how to run
+    except ImportError as error:
+        raise KvmosaicError(str(error)) from None
+    from kvmosaic.bench.weights import LOAD_FORMAT
 
     # One name for one shape: what vLLM compiles for it is found again when the next engine starts.
     folder = Path(platformdirs.user_cache_dir("kvmosaic"), "bench", f"{model.layers}-layers-{model.heads}-heads")

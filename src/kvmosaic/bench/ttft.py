@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from kvmosaic.bench.engine import Model, machine, start
 from kvmosaic.bench.traffic import SYSTEM_TOKENS, Prompt, assemble, random_tokens
+from kvmosaic.core.errors import KvmosaicError
 
 CHUNK_TOKENS = 512
 
@@ -25,6 +28,8 @@ def run(
     (``device`` or ``host``), each time in a new order: by full prefill, by a hit in vLLM's prefix cache, and by reuse
     with every policy and ratio (0 once: there all policies are the same), after a system prompt that was used before
     and after one that was not."""
+    if tier == "device" and not torch.cuda.is_available():
+        raise KvmosaicError("there is no GPU, so nothing is cached on one; use --tier host")
     progress("starting vLLM")
     llm = start(
         model,
@@ -63,6 +68,9 @@ def run(
         plain, _ = prompt(random_tokens(chance, SYSTEM_TOKENS))
         measured = [(times, first_token_ms(plain, chunk_cache=False)) for times in peers.values()]
         for (policy, ratio), columns in ours.items():
+            # Of what comes now, vLLM's own cache shall have the known system prompt, and no chunks in the same order.
+            llm.reset_prefix_cache()
+            first_token_ms([*known_system, *random_tokens(chance, 1)], chunk_cache=False)
             for system, times in zip(
                 (known_system, random_tokens(chance, SYSTEM_TOKENS)), columns.values(), strict=True
             ):

@@ -42,6 +42,12 @@ def serve(
     """Start vLLM's OpenAI server with a chunk cache. All other options go to ``vllm serve``."""
     settings = {name: value for name, value in context.params.items() if name != "model" and value is not None}
     config = load_config(model, **settings)
+    from kvmosaic.blend import policy_named  # which takes seconds
+
+    try:
+        policy_named(config.policy)
+    except ConfigError as error:
+        raise config.blame(error) from None
     try:
         import_module("kvmosaic.vllm")  # where vLLM is missing, it says how to install it
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -15,7 +15,7 @@ COMMANDS = {
     "throughput": (*SMALL, "--per-query", 3, "--rates", "8,2", "--seconds", 1, "--outputs", 3, "--plot", "plot.svg"),
     "sustained": (*SMALL, "--per-query", 3, "--queries", 25, "--batch", 8, "--host-share", 0.5, "--plot", "plot.svg"),
     "interference": (*SMALL, "--decoders", 3, "--turns", 2),
-    "ttft": ("--context", 512, "--tier", "host", "--ratios", "0,0.15", "--plot", "plot.svg"),
+    "ttft": ("--context", 1024, "--tier", "host", "--ratios", "0,0.15", "--plot", "plot.svg"),
     "overhead": ("--turns", 1, "--repeats", 1, "--outputs", 4),
 }
 

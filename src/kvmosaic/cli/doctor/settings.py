@@ -18,6 +18,7 @@ from kvmosaic.core.profile import load_profile, profile_path
 def load_settings() -> tuple[ChunkCacheConfig, Row]:
     try:
         settings = load_config()
+        policy_named(settings.policy)
     except Exception as error:  # also a YAML file that cannot be read
         return ChunkCacheConfig.model_construct(), Row(
             "settings", "fail", "invalid; assuming defaults", reason(error)
