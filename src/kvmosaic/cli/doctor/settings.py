@@ -40,8 +40,7 @@ def profile(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
     try:
         policy_named(counts.get("policy", settings.policy))
     except ConfigError as error:
-        where = f"profile {path}" if "policy" in counts else "setting policy"
-        yield Row("profile", "fail", f"sets {sets}{beside}", f"{where}: {error}")
+        yield Row("profile", "fail", f"sets {sets}{beside}", f"profile {path}: {error}")
         return
     yield Row("profile", "ok", f"{path} sets {sets}{beside}")
 
