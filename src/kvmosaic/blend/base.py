@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from operator import lt
 from typing import ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from kvmosaic.core.prompt import ChunkedPrompt, Span
@@ -76,10 +78,22 @@ class AssembledPrompt(ABC):
         whole = self.num_layers * self.chunk_tokens
         return (self.charged + selection.layer_tokens(self.num_layers)) / whole if whole else 0.0
 
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Where each chunk token stands in its chunk, ``[chunk tokens]``."""
+        begins = self.lengths.cumsum() - self.lengths
+        places: np.ndarray = np.arange(self.chunk_tokens) - begins.repeat(self.lengths)
+        return places
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each chunk, ``[chunks]``."""
+        return np.array([len(span) for span in self.prompt.chunks], dtype=np.int64)
+
     def positions(self) -> torch.Tensor:
         """Position of each chunk token, ``[chunk tokens]``."""
-        spans = [torch.arange(span.start, span.end) for span in self.prompt.chunks]
-        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
+        starts = np.array([span.start for span in self.prompt.chunks], dtype=np.int64)
+        return torch.from_numpy(self.places + starts.repeat(self.lengths))
 
     def probe_share(self, layer: int, ratio: float) -> float:
         """What :meth:`question_attention` up to ``layer`` costs, as a share of what ``ratio`` allows."""

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
 from kvmosaic.blend.query_attention import PROBED_LAYERS, check_layers, middle_layers
 from kvmosaic.blend.sink_link import first_tokens
-from kvmosaic.blend.spans import best_spans, places
+from kvmosaic.blend.spans import best_spans
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,6 @@ class Composite(Policy):
     def _mosaic(self, scores: torch.Tensor, assembled: AssembledPrompt, count: int) -> torch.Tensor:
         """``[chunk tokens]`` bool: ``count`` tokens, by the scores ``[chunk tokens]`` and their places."""
         chosen = first_tokens(assembled, count, self.first)
-        place = torch.from_numpy(places(assembled))
+        place = torch.from_numpy(assembled.places)
         width = 2 ** math.ceil(math.log2(max(1.0, count / self.runs)))
         return best_spans(scores / (1 + place / self.reach), assembled, count, width, chosen)

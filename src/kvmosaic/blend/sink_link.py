@@ -8,7 +8,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
-from kvmosaic.blend.spans import places
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class SinkLink(Policy):
 def first_tokens(assembled: AssembledPrompt, count: int, most: int | None = None) -> torch.Tensor:
     """``[chunk tokens]`` bool: ``count`` tokens, equally many from the start of every chunk where it has them, but
     not more than ``most`` of one. Left-overs go to the first chunks."""
-    place = places(assembled)
+    place = assembled.places
     allowed = np.ones(len(place), dtype=bool) if most is None else place < most
     if allowed.sum() > count:
         last = np.flatnonzero(allowed)[np.argsort(place[allowed], kind="stable")[count:]]

@@ -14,9 +14,8 @@ def best_spans(
     runs of ``width`` that do not cross chunks (shorter at a chunk's end), by the mean of their ``scores`` ``[chunk
     tokens]``."""
     # In numpy: these are many small steps, for each of which torch would wake up its threads.
-    lengths = np.array([len(span) for span in assembled.prompt.chunks])
-    runs = -(-lengths // width)
-    run_of = np.repeat(runs.cumsum() - runs, lengths) + places(assembled) // width
+    runs = -(-assembled.lengths // width)
+    run_of = np.repeat(runs.cumsum() - runs, assembled.lengths) + assembled.places // width
     mean = np.bincount(run_of, weights=scores.double().cpu().numpy()) / np.bincount(run_of)
     chosen = np.zeros(len(run_of), dtype=bool) if given is None else given.numpy().copy()
     chosen[np.flatnonzero(chosen)[count:]] = False
@@ -31,9 +30,3 @@ def best_spans(
         rest = np.flatnonzero((run_of == best[whole]) & ~chosen)
         chosen[rest[: room - int(taken[whole - 1] if whole else 0)]] = True
     return torch.from_numpy(chosen | is_whole[run_of])
-
-
-def places(assembled: AssembledPrompt) -> np.ndarray:
-    """Where each chunk token stands in its chunk, ``[chunk tokens]``."""
-    spans = [np.arange(len(span)) for span in assembled.prompt.chunks]
-    return np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)

@@ -52,10 +52,9 @@ class VllmAssembled(AssembledPrompt):
         queries: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            if index in queries:
-                queries[index].append(q.clone())  # the next layers may use its memory again
+            queries[index].append(q.clone())  # the next layers may use its memory again
 
-        self._forward.probe([self._row(self.probe.start, self.probe.end)], layers[-1], observe)
+        self._forward.probe([self._row(self.probe.start, self.probe.end)], layers, observe)
         self.charged += len(self.probe) * (layers[-1] + 1)
         weights = []
         for layer, keys in zip(layers, self._kv.reused(self._moves, self._blocks, layers, "k"), strict=True):
@@ -68,8 +67,7 @@ class VllmAssembled(AssembledPrompt):
         fresh: list[torch.Tensor] = []
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            if index == layer:
-                fresh.append((k if part == "k" else v).transpose(0, 1).clone())
+            fresh.append((k if part == "k" else v).transpose(0, 1).clone())
 
         # Before others are written in its place.
         reused = next(self._kv.reused(self._moves, self._blocks, [layer], part))
@@ -84,7 +82,7 @@ class VllmAssembled(AssembledPrompt):
         """Compute all chunk tokens up to the K and V of ``layer``."""
         self._compute_fresh()
         rows = [self._row(max(span.start, self._first), span.end) for span in self.prompt.chunks]
-        self._forward.probe(rows, layer, observe)
+        self._forward.probe(rows, [layer], observe)
         self.charged += self.chunk_tokens * (layer + 1)
         self.computed_layer = layer
 

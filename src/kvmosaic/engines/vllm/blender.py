@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from kvmosaic.blend import choose, policy_named
 from kvmosaic.core.entry import ChunkKV
@@ -23,8 +23,8 @@ REMEMBERED = 1024
 
 
 class _Choice(NamedTuple):
-    positions: torch.Tensor
-    """Ascending, ``[tokens]`` int32."""
+    positions: np.ndarray
+    """Ascending, ``[tokens]`` int64."""
     computed_layer: int | None
     """Up to this layer a probe computed all chunk tokens, and left them so."""
 
@@ -46,14 +46,15 @@ class Blender:
 
     def positions(
         self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]], compute_fresh: Callable[[], None]
-    ) -> set[int]:
-        """Tokens to recompute of the chunks that ``moves`` put in place, from ``load.first`` on. ``compute_fresh``
-        computes whatever else stands before the question, in this request and in those before it."""
+    ) -> np.ndarray:
+        """Tokens to recompute, ``[tokens]`` int64, ascending, of the chunks that ``moves`` put in place, from
+        ``load.first`` on. ``compute_fresh`` computes whatever else stands before the question, in this request and in
+        those before it."""
         spans = tuple(Span(at, at + len(entry.tokens)) for entry, at in moves)
         if not spans or load.ratio == 0:
-            return set()
+            return np.empty(0, dtype=np.int64)
         if load.ratio == 1:
-            return {position for span in spans for position in span.positions if position >= load.first}
+            return np.concatenate([np.arange(max(span.start, load.first), span.end) for span in spans])
         assembled = VllmAssembled(
             ChunkedPrompt(load.prompt.token_ids, spans),
             load.prompt.question,
@@ -75,7 +76,7 @@ class Blender:
             assembled.compute_chunks(choice.computed_layer)
         while len(self._choices) > REMEMBERED:
             del self._choices[next(iter(self._choices))]
-        return set(choice.positions[choice.positions >= load.first].tolist())
+        return choice.positions[choice.positions >= load.first]
 
     def _choose(self, load: ChunkLoad, assembled: VllmAssembled) -> _Choice:
         policy = policy_named(load.policy)
@@ -86,4 +87,4 @@ class Blender:
         except Exception:
             logger.exception("policy %s failed; request %s is recomputed as a whole", load.policy, load.request_id)
             chosen = tuple(assembled.positions().tolist())
-        return _Choice(self._ranks.first(torch.tensor(chosen, dtype=torch.int32)), assembled.computed_layer)
+        return _Choice(self._ranks.first(np.array(chosen, dtype=np.int64)), assembled.computed_layer)

@@ -191,13 +191,14 @@ def attention_by(attend: Attend, before: Callable[[Any], None], layers: Sequence
     """Have ``attend`` do the attention of some layers, and ``before`` be called with each before its K and V are
     written. Compiled code looks for them when it runs, not before."""
     backends = [layer.impl for layer in layers]
+    # Set as the plain attribute it is: a module's own way to set one looks for parameters first, which takes longer.
     for layer, backend in zip(layers, backends, strict=True):
-        layer.impl = _Attention(backend, attend, before)
+        object.__setattr__(layer, "impl", _Attention(backend, attend, before))
     try:
         yield
     finally:
         for layer, backend in zip(layers, backends, strict=True):
-            layer.impl = backend
+            object.__setattr__(layer, "impl", backend)
 
 
 def is_plain_attention(layer: Any) -> bool:

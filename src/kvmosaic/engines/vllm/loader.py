@@ -234,11 +234,12 @@ class ChunkLoader:
     def _choose(self, load: ChunkLoad, brought: _Brought, before: Sequence[_Rest]) -> _Rest:
         """What no entry brought, and what the policy picks, to be computed in sight of everything before it."""
         prompt = load.prompt
-        fresh: set[int] = set()
+        fresh = np.zeros(prompt.question.start, dtype=bool)
         at = self._first_fresh(load, brought.spans)
-        for span in (*brought.spans, Span(prompt.question.start, prompt.question.start)):
-            fresh.update(range(at, span.start))
+        for span in brought.spans:
+            fresh[at : span.start] = True
             at = max(at, span.end)
+        fresh[at:] = True
         rest = _Rest(self._rows(load, fresh), brought.new_tail)
 
         def compute_fresh() -> None:
@@ -248,17 +249,23 @@ class ChunkLoader:
             for each in due:
                 each.rows, each.tail = [], []
 
-        blended = self._blender.positions(load, brought.moves, compute_fresh) - fresh
+        blended = np.zeros_like(fresh)
+        blended[self._blender.positions(load, brought.moves, compute_fresh)] = True
+        blended &= ~fresh
+        recomputed = int(blended.sum())
         moved = sum(at + len(entry.tokens) - max(at, load.first) for entry, at in brought.moves)
-        self._count("tokens", "fresh", len(fresh))
-        self._count("tokens", "recomputed", len(blended))
-        self._count("tokens", "reused", moved - len(blended))
+        self._count("tokens", "fresh", int(fresh.sum()))
+        self._count("tokens", "recomputed", recomputed)
+        self._count("tokens", "reused", moved - recomputed)
         rest.rows = self._rows(load, blended | fresh if rest.rows else blended)
         return rest
 
     @staticmethod
-    def _rows(load: ChunkLoad, positions: set[int]) -> list[Row]:
-        return [Row(load.prompt.token_ids[a:b], a, load.blocks) for a, b in _runs(positions)]
+    def _rows(load: ChunkLoad, wanted: np.ndarray) -> list[Row]:
+        """Every run of ``wanted`` tokens, ``[tokens]`` bool."""
+        edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [Row(load.prompt.token_ids[start:end], start, load.blocks) for start, end in pairs]
 
     def _compute(self, rests: Sequence[_Rest]) -> None:
         """Run all that is left of some requests in one go."""
@@ -345,10 +352,3 @@ class ChunkLoader:
     def fill(self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int) -> list[KV]:
         """Canonical KV of each chunk, in the blocks that are scratch space just now."""
         return self._blocks.fill(context, chunks, self._scratch)
-
-
-def _runs(positions: Collection[int]) -> list[tuple[int, int]]:
-    """Positions as ascending ``(start, end)`` runs."""
-    ascending = np.sort(np.fromiter(positions, dtype=np.int64, count=len(positions)))
-    gaps = np.flatnonzero(np.diff(ascending, prepend=-2, append=np.iinfo(np.int64).max) > 1)
-    return list(zip(ascending[gaps[:-1]].tolist(), (ascending[gaps[1:] - 1] + 1).tolist(), strict=True))

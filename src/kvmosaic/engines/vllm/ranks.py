@@ -39,7 +39,7 @@ class Ranks:
         return total
 
     def first(self, mine: T) -> T:
-        """What the first rank has, tensors on the CPU: ranks that compute alike may still round differently, and one
+        """What the first rank has: ranks that compute alike may still round differently, and one
         token more on one of them would leave the others waiting."""
         if self.count == 1:
             return mine

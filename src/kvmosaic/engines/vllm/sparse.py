@@ -7,7 +7,7 @@ many and short, and the cache can be read as it is, attention is done by our own
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from itertools import accumulate
@@ -106,13 +106,15 @@ class SparseForward:
                 parts.append(part.clone())
 
         for batch in self._passes(rows):
-            self._forward(batch, shift, note)
+            self._forward(batch, shift, note, range(len(self.layers)))
         k, v = (torch.stack([torch.cat(layer[which]) for layer in noted]) for which in (0, 1))
         return k, v
 
-    def probe(self, rows: Sequence[Row], layer: int, observe: Observer) -> None:
-        """Compute rows no further than the K and V of ``layer``, which are written, too. ``observe`` is told, pass
-        by pass, each layer's index, queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
+    def probe(self, rows: Sequence[Row], layers: Sequence[int], observe: Observer) -> None:
+        """Compute rows no further than the K and V of the last of ``layers``, which are written, too. ``observe`` is
+        told, pass by pass, for each of these its index, queries ``[tokens, heads, dim]``, K and V ``[tokens,
+        kv_heads, dim]``."""
+        last = layers[-1]
         for batch in self._passes(rows):
             slots = [torch.from_numpy(each).to(self.device) for each in self._slots(by_sequence(batch))]
 
@@ -120,12 +122,12 @@ class SparseForward:
                 index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: list[torch.Tensor] = slots
             ) -> None:
                 observe(index, q, k, v)
-                if index == layer:
-                    self.write(self.layers[layer], k, v, slots)
+                if index == last:
+                    self.write(self.layers[last], k, v, slots)
                     raise _Enough
 
             with suppress(_Enough):
-                self._forward(batch, 0, note, graphs=True)
+                self._forward(batch, 0, note, layers, graphs=True)
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
@@ -226,10 +228,16 @@ class SparseForward:
         ]
 
     def _forward(
-        self, rows: Sequence[Row], shift: int = 0, observe: Observer | None = None, graphs: bool = False
+        self,
+        rows: Sequence[Row],
+        shift: int = 0,
+        observe: Observer | None = None,
+        observed: Collection[int] = (),
+        graphs: bool = False,
     ) -> torch.Tensor:
-        """One pass; the last hidden states ``[tokens, hidden]``. With ``graphs`` through vLLM's CUDA graphs, if one
-        is large enough: a few tokens take their time in launching kernels, not in running them."""
+        """One pass; the last hidden states ``[tokens, hidden]``. ``observe`` is told of the layers ``observed``. With
+        ``graphs`` through vLLM's CUDA graphs, if one is large enough: a few tokens take their time in launching
+        kernels, not in running them."""
         device = self.device
         sequences = by_sequence(rows)
         count = sum(len(row.tokens) for row in rows)
@@ -246,8 +254,9 @@ class SparseForward:
             layer: Any, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
         ) -> None:
             before(layer)  # it may have K and V of another layer's
-            if observe is not None:
-                observe(self.index_of[layer.layer_name], q[:count], k[:count], v[:count])
+            index = self.index_of[layer.layer_name]
+            if observe is not None and index in observed:
+                observe(index, q[:count], k[:count], v[:count])
             if tiles is None or queries is None:
                 backend()
             else:
@@ -257,11 +266,13 @@ class SparseForward:
             if self.arrivals is not None:
                 self.arrivals.wait(self.index_of[layer.layer_name])
 
-        is_awaited = self.arrivals is not None and self.arrivals.pending
+        # No others: between CUDA graphs, every call in Python counts.
+        everywhere = queries is not None or (self.arrivals is not None and self.arrivals.pending)
+        watched = self.layers if everywhere else [self.layers[index] for index in observed]
         with (
             torch.inference_mode(),
             no_adapters(self._runner, len(sequences), count),
-            attention_by(attend, before, self.layers if observe or queries or is_awaited else ()),
+            attention_by(attend, before, watched),
             set_forward_context(
                 self.metadata(rows) if queries is None else None,
                 self._config,
