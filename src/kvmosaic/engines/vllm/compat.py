@@ -3,6 +3,7 @@
 Everything else is the connector interface, ``worker_cls``, and ``torch.nn.Module``.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ __all__ = [
     "spec_kind",
     "unsupported_cache",
     "windowed_kind",
+    "with_sequences",
     "write_rows",
 ]
 
@@ -136,6 +138,14 @@ def count_cached_tokens(request: Any, local: int, reused: int) -> None:
             num_local_cached_tokens=local,
             num_external_cached_tokens=reused,
         )
+
+
+def with_sequences(vllm_config: Any, count: int) -> Any:
+    """The configuration, but for ``count`` sequences at once: for metadata builders, whose buffers have that size."""
+    config = copy.copy(vllm_config)
+    config.scheduler_config = copy.copy(vllm_config.scheduler_config)
+    config.scheduler_config.max_num_seqs = count
+    return config
 
 
 def paged_cache(layer: Any) -> torch.Tensor:

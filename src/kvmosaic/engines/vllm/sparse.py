@@ -28,6 +28,7 @@ from kvmosaic.engines.vllm.compat import (
     init_attn_backend,
     is_plain_attention,
     no_adapters,
+    with_sequences,
     write_rows,
 )
 from kvmosaic.engines.vllm.ranks import Ranks
@@ -35,6 +36,9 @@ from kvmosaic.engines.vllm.rows import PagedTokens, Row, by_sequence
 from kvmosaic.engines.vllm.tiles import TileAttention
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+ROWS = 256
+"""Virtual sequences that a pass takes, or more where vLLM itself does."""
 
 
 class _Enough(Exception):
@@ -47,9 +51,11 @@ class SparseForward:
     def __init__(self, vllm_config: Any, runner: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
         self._runner = runner
-        # Own metadata builders: the runner's share buffers with the step in progress.
+        self._most_rows = max(ROWS, vllm_config.scheduler_config.max_num_seqs)
+        # Own metadata builders: the runner's share buffers with the step in progress, and may take few sequences.
         self._kv_cache_config = copy.deepcopy(kv_cache_config)
-        self._groups, _, _ = init_attn_backend(self._kv_cache_config, vllm_config, runner.device)
+        builders = with_sequences(vllm_config, self._most_rows)
+        self._groups, _, _ = init_attn_backend(self._kv_cache_config, builders, runner.device)
         self.block_sizes = [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]
         context = vllm_config.compilation_config.static_forward_context
         names = [name for group in self._kv_cache_config.kv_cache_groups for name in group.layer_names]
@@ -66,8 +72,6 @@ class SparseForward:
             getattr(runner, "supports_mm_inputs", False) or vllm_config.model_config.enable_prompt_embeds
         )
         self._runs_compiled = runner.device.type != "cpu" and not takes_embeddings
-        self._most_rows = vllm_config.scheduler_config.max_num_seqs
-        """Backends are made for so many sequences."""
         self._tiles: TileAttention | None = None
         self.arrivals: Arrivals | None = None
         """What is on its way into the cache."""
