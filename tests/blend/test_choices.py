@@ -1,11 +1,12 @@
 """How policies spend what they may spend, on random prompts and scores."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmosaic.blend import AssembledPrompt, Selection, choose, policy_named
-from kvmosaic.blend.base import Check
+from kvmosaic.blend.base import Check, Policy
 from kvmosaic.blend.kv_deviation import whole_documents
 from kvmosaic.blend.query_attention import middle_layers
 from kvmosaic.blend.sink_link import first_tokens
@@ -59,7 +60,7 @@ SPECS = st.sampled_from(
 @given(prompts(), SPECS, st.floats(0.01, 0.99))
 def test_a_choice_is_chunk_tokens_in_order_within_the_ratio(prompt, spec, ratio):
     selection = choose(policy_named(spec), prompt, ratio)
-    inside = set(prompt.positions().tolist())
+    inside = {position for span in prompt.prompt.chunks for position in span.positions}
     assert set(selection.positions) <= inside
     assert list(selection.positions) == sorted(set(selection.positions))
     spent = selection.layer_tokens(prompt.num_layers)
@@ -68,6 +69,29 @@ def test_a_choice_is_chunk_tokens_in_order_within_the_ratio(prompt, spec, ratio)
     assert prompt.charged <= allowed + 1e-6  # nobody asks when asking costs more than there is to spend
     if spec in ("random", "sink-link", "composite"):
         assert allowed - prompt.charged - spent < prompt.num_layers  # all of it is spent
+
+
+class Astray(Policy):
+    """Picks one token wherever it is told to."""
+
+    name = "astray"
+
+    def __init__(self, position):
+        self.position = position
+
+    def select(self, assembled, ratio):
+        return Selection((self.position,))
+
+
+@given(prompts(), st.data())
+def test_tokens_outside_chunks_are_refused(prompt, data):
+    length = len(prompt.prompt.token_ids)
+    position = data.draw(st.integers(0, length + 5))
+    if any(span.start <= position < span.end for span in prompt.prompt.chunks):
+        assert choose(Astray(position), prompt, 0.5).positions == (position,)
+    else:
+        with pytest.raises((AssertionError, IndexError)):
+            choose(Astray(position), prompt, 0.5)
 
 
 @given(prompts(), st.integers(0, 400), st.integers(1, 33), st.randoms())

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from operator import lt
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -138,5 +137,9 @@ def choose(policy: Policy, assembled: AssembledPrompt, ratio: float) -> Selectio
         return Selection(tuple(assembled.positions().tolist()))
     policy.check(assembled.num_layers)
     selection = policy.select(assembled, ratio)
-    assert all(map(lt, selection.positions, selection.positions[1:]))
+    chosen = np.array(selection.positions, dtype=np.int64)
+    assert (np.diff(chosen) > 0).all()
+    in_chunks = np.zeros(len(assembled.prompt.token_ids), dtype=bool)
+    in_chunks[assembled.positions().numpy()] = True
+    assert in_chunks[chosen].all()
     return selection

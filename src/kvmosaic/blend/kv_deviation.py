@@ -62,7 +62,7 @@ def whole_documents(distance: torch.Tensor, assembled: AssembledPrompt, count: i
     """``[chunk tokens]`` bool: the chunks with the highest mean, one by one, and of the one that no longer fits the
     run that has most."""
     chosen = torch.zeros(len(distance), dtype=torch.bool)
-    parts = torch.split(distance, [len(span) for span in assembled.prompt.chunks])
+    parts = torch.split(distance, assembled.lengths.tolist())
     starts = torch.tensor([0, *map(len, parts)]).cumsum(0)
     for index in sorted(range(len(parts)), key=lambda index: -float(parts[index].mean())):
         length = min(count, len(parts[index]))

@@ -148,7 +148,6 @@ def sparse_attention(
         K_PADDED=triton.next_power_of_2(k_dim),
         V_PADDED=v_padded,
         WINDOW=window or 0,
-        IN_PARTS=slots > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8,
         num_stages=stages,
@@ -205,15 +204,13 @@ if triton is not None:
         K_PADDED: tl.constexpr,
         V_PADDED: tl.constexpr,
         WINDOW: tl.constexpr,
-        IN_PARTS: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
         head = tl.program_id(0)
         part = parts + tl.program_id(1) * 6
         first, end = tl.load(part), tl.load(part + 1)
         blocks += tl.load(part + 2) * stride_blocks
-        first_key, end_key = tl.load(part + 3), tl.load(part + 4)
-        slot = tl.load(part + 5) if IN_PARTS else -1  # known to be none, it costs nothing
+        first_key, end_key, slot = tl.load(part + 3), tl.load(part + 4), tl.load(part + 5)
         row = tl.arange(0, ROWS)
         token = first + row // GROUP
         live = token < end

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.engines.vllm.rows import Row
 from kvmosaic.engines.vllm.slices import Slices
@@ -14,15 +15,15 @@ from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import same
 from tests.engines.vllm.tiny import write_tiny_llama
 
-STEP = 64
-"""Tokens that vLLM computes in a step at most."""
+STEP, REQUESTS = 64, 8
+"""Tokens that vLLM computes in a step at most, and requests."""
 CHUNK, CHUNKS = 70, 6
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     model = write_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
-    settings = SMALL | {"max_num_batched_tokens": STEP, "max_num_seqs": 8, "skip_tokenizer_init": True}
+    settings = SMALL | {"max_num_batched_tokens": STEP, "max_num_seqs": REQUESTS, "skip_tokenizer_init": True}
     return LLM(model, enable_chunk_cache=True, miss_policy="fill-first", **settings)
 
 
@@ -130,6 +131,23 @@ def test_answers_are_those_of_one_step(llm, documents, policy, ratio):
         llm.llm_engine.abort_request([f"other-{other}" for other in range(2)])
         until_idle(llm)
         llm.reset_prefix_cache()
+
+
+def test_a_pass_takes_more_runs_than_the_engine_takes_requests(llm, documents, monkeypatch):
+    forward = get_kv_transfer_group().loader._forward
+    rows, compute = [], forward._forward
+
+    def counted(batch, *args, **kwargs):
+        rows.append(len(batch))
+        return compute(batch, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "_forward", counted)
+    monkeypatch.setattr(forward, "_in_tiles", lambda rows: False)
+    ids, boundaries = request(documents)
+    add(llm, "runs", ids, boundaries=boundaries, recompute_ratio=0.1, policy="random")
+    finish(llm, "runs")
+    assert max(rows) > REQUESTS
+    assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == REQUESTS
 
 
 def test_others_get_a_token_with_every_slice(llm, documents):

@@ -21,13 +21,13 @@ class HFAssembled(AssembledPrompt):
         self._length = len(prompt.token_ids)
 
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
-        places = self.positions().to(self._kv.k.device)
+        positions = self.positions().to(self._kv.k.device)
         weights: list[torch.Tensor] = []
 
         def observe(layer: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
             if layer in layers:
                 asking = q[:, : q.shape[1] - len(extra)][:, -min(QUERY_TOKENS, len(self.probe)) :]
-                weights.append(attention_weights(asking, k[:, places], scale) / q.shape[0])
+                weights.append(attention_weights(asking, k[:, positions], scale) / q.shape[0])
 
         rows = [position for position in self.prompt.fresh_positions() if position < self.probe.end]
         extra = self._last_token(rows)
@@ -36,11 +36,11 @@ class HFAssembled(AssembledPrompt):
         return torch.stack(weights).mean((0, 1))
 
     def deviation(self, layer: int, part: Part) -> torch.Tensor:
-        places = self.positions().to(self._kv.k.device)
-        reused = getattr(self._kv, part)[layer][:, places].clone()
+        positions = self.positions().to(self._kv.k.device)
+        reused = getattr(self._kv, part)[layer][:, positions].clone()
         rows = range(self.prompt.chunks[-1].end)
         self._engine.probe(self.prompt, [*rows, *self._last_token(rows)], self._kv, self._length, layer)
-        fresh = getattr(self._kv, part)[layer][:, places]
+        fresh = getattr(self._kv, part)[layer][:, positions]
         self.charged += self.chunk_tokens * (layer + 1)
         return (fresh.float() - reused.float()).square().sum((0, 2))
 

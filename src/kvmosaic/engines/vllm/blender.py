@@ -24,7 +24,7 @@ REMEMBERED = 1024
 
 class _Choice(NamedTuple):
     positions: np.ndarray
-    """Ascending, ``[tokens]`` int64."""
+    """Ascending, ``[tokens]`` int32."""
     computed_layer: int | None
     """Up to this layer a probe computed all chunk tokens, and left them so."""
 
@@ -47,7 +47,7 @@ class Blender:
     def positions(
         self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]], compute_fresh: Callable[[], None]
     ) -> np.ndarray:
-        """Tokens to recompute, ``[tokens]`` int64, ascending, of the chunks that ``moves`` put in place, from
+        """Tokens to recompute, ``[tokens]``, ascending, of the chunks that ``moves`` put in place, from
         ``load.first`` on. ``compute_fresh`` computes whatever else stands before the question, in this request and in
         those before it."""
         spans = tuple(Span(at, at + len(entry.tokens)) for entry, at in moves)
@@ -87,4 +87,4 @@ class Blender:
         except Exception:
             logger.exception("policy %s failed; request %s is recomputed as a whole", load.policy, load.request_id)
             chosen = tuple(assembled.positions().tolist())
-        return _Choice(self._ranks.first(np.array(chosen, dtype=np.int64)), assembled.computed_layer)
+        return _Choice(self._ranks.first(np.array(chosen, dtype=np.int32)), assembled.computed_layer)

@@ -49,6 +49,10 @@ __all__ = [
 ]
 
 
+SIZED_BY_BUILDERS = {"CPU_ATTN", "FLASHINFER", "FLASH_ATTN", "TRITON_ATTN"}
+"""Backends that were looked at: nothing but their metadata builders depends on how many sequences there may be."""
+
+
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens per hash in ``request.block_hashes``."""
     return resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
@@ -140,8 +144,14 @@ def count_cached_tokens(request: Any, local: int, reused: int) -> None:
         )
 
 
-def with_sequences(vllm_config: Any, count: int) -> Any:
-    """The configuration, but for ``count`` sequences at once: for metadata builders, whose buffers have that size."""
+def with_sequences(vllm_config: Any, kv_cache_config: Any, count: int) -> Any:
+    """The configuration with which metadata builders take ``count`` sequences; as it is where it allows more, or
+    where others than builders have buffers of that size, too."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
+    backends = {layers[name].get_attn_backend().get_name() for name in names}
+    if vllm_config.scheduler_config.max_num_seqs >= count or not backends <= SIZED_BY_BUILDERS:
+        return vllm_config
     config = copy.copy(vllm_config)
     config.scheduler_config = copy.copy(vllm_config.scheduler_config)
     config.scheduler_config.max_num_seqs = count

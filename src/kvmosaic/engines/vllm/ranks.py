@@ -39,8 +39,8 @@ class Ranks:
         return total
 
     def first(self, mine: T) -> T:
-        """What the first rank has: ranks that compute alike may still round differently, and one
-        token more on one of them would leave the others waiting."""
+        """What the first rank has: ranks that compute alike may still round differently, and one token more on one of
+        them would leave the others waiting."""
         if self.count == 1:
             return mine
         box = [mine]

@@ -37,8 +37,8 @@ from kvmosaic.engines.vllm.tiles import TileAttention
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-ROWS = 256
-"""Virtual sequences that a pass takes, or more where vLLM itself does."""
+PASS_ROWS = 256
+"""Virtual sequences in a pass, where backends let us; vLLM itself may be made for fewer, or for more."""
 
 
 class _Enough(Exception):
@@ -46,16 +46,17 @@ class _Enough(Exception):
 
 
 class SparseForward:
-    """Runs rows through the model, in as many passes as the engine's limits ask for."""
+    """Runs rows through the model, in as many passes as it takes."""
 
     def __init__(self, vllm_config: Any, runner: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
         self._runner = runner
-        self._most_rows = max(ROWS, vllm_config.scheduler_config.max_num_seqs)
         # Own metadata builders: the runner's share buffers with the step in progress, and may take few sequences.
         self._kv_cache_config = copy.deepcopy(kv_cache_config)
-        builders = with_sequences(vllm_config, self._most_rows)
-        self._groups, _, _ = init_attn_backend(self._kv_cache_config, builders, runner.device)
+        roomy = with_sequences(vllm_config, kv_cache_config, PASS_ROWS)
+        self._groups, _, _ = init_attn_backend(self._kv_cache_config, roomy, runner.device)
+        self._most_rows = roomy.scheduler_config.max_num_seqs
+        """The builders take no more."""
         self.block_sizes = [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]
         context = vllm_config.compilation_config.static_forward_context
         names = [name for group in self._kv_cache_config.kv_cache_groups for name in group.layer_names]
@@ -198,7 +199,7 @@ class SparseForward:
         return metadata
 
     def _passes(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """Cut rows into passes within the engine's limits on tokens and sequences."""
+        """Cut rows into passes within the limits on tokens and, where a backend is to attend, on rows."""
         scheduler = self._config.scheduler_config
         room = scheduler.max_num_batched_tokens
         most_rows = room if self._in_tiles(rows) else self._most_rows
@@ -257,8 +258,8 @@ class SparseForward:
         def attend(
             layer: Any, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
         ) -> None:
-            before(layer)  # it may have K and V of another layer's
             index = self.index_of[layer.layer_name]
+            before(layer)  # it may have K and V of another layer's
             if observe is not None and index in observed:
                 observe(index, q[:count], k[:count], v[:count])
             if tiles is None or queries is None:
@@ -270,8 +271,8 @@ class SparseForward:
             if self.arrivals is not None:
                 self.arrivals.wait(self.index_of[layer.layer_name])
 
-        # No others: between CUDA graphs, every call in Python counts.
         everywhere = queries is not None or (self.arrivals is not None and self.arrivals.pending)
+        # No layers that need not be: between CUDA graphs, every call in Python counts.
         watched = self.layers if everywhere else [self.layers[index] for index in observed]
         with (
             torch.inference_mode(),
