@@ -33,3 +33,20 @@ def llm():
     from kvmosaic.vllm import LLM
 
     return LLM("smollm2-135m", enable_chunk_cache=True, **SMALL)
+
+
+@pytest.fixture
+def passes(llm, monkeypatch):
+    """Runs in each pass of the sparse forward from now on, all of them through the backend."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    forward = get_kv_transfer_group().loader._forward
+    counts, compute = [], forward._forward
+
+    def counted(rows, *args, **kwargs):
+        counts.append(len(rows))
+        return compute(rows, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "_forward", counted)
+    monkeypatch.setattr(forward, "_in_tiles", lambda rows: False)
+    return counts

@@ -103,20 +103,12 @@ def test_a_prompt_is_blended_as_it_was_when_vllm_kept_only_a_part_of_it(llm, pol
     same(partly, first)
 
 
-def test_more_runs_than_a_pass_takes_come_in_several(llm, monkeypatch):
+def test_more_runs_than_a_pass_takes_come_in_several(llm, passes, monkeypatch):
     text = prompt(f"Many runs {random.random()}.", DOCUMENTS * 2, "Tell me about the bakery. It is")
     [first] = answer(llm, [text], recompute_ratio=0.3, policy="random")
     llm.reset_prefix_cache()
-    forward = get_kv_transfer_group().loader._forward
-    passes, compute = [], forward._forward
-
-    def counted(rows, *args, **kwargs):
-        passes.append(len(rows))
-        return compute(rows, *args, **kwargs)
-
-    monkeypatch.setattr(forward, "_forward", counted)
-    monkeypatch.setattr(forward, "_most_rows", 7)
-    monkeypatch.setattr(forward, "_in_tiles", lambda rows: False)
+    passes.clear()
+    monkeypatch.setattr(get_kv_transfer_group().loader._forward, "_most_rows", 7)
     [again] = answer(llm, [text], recompute_ratio=0.3, policy="random")
     same(again, first)
     assert max(passes) == 7
