@@ -57,14 +57,14 @@ class AssembledPrompt(ABC):
         """Layers whose attention reaches every earlier token, ascending."""
         self.chunk_tokens = sum(map(len, prompt.chunks))
         self.probe = Span(question.start, min(question.end, question.start + PROBE_TOKENS))
-        """The part of the question that :meth:`question_attention` computes."""
+        """The part of the question that :meth:`question_attention` computes; engines may have no room for any."""
         self.charged = 0
 
     @abstractmethod
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
         """How much the question attends to each chunk token at ``layers`` (ascending, full ones): ``[chunk tokens]``
         in fp32, averaged over heads, over its tokens and over layers; they sum to 1. Charges the question's way
-        through the layers up to the last of these."""
+        through the layers up to the last of these. ``probe`` must not be empty."""
 
     @abstractmethod
     def deviation(self, layer: int, part: Part) -> torch.Tensor:

@@ -30,7 +30,7 @@ class QueryAttention(Policy):
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         probed = middle_layers(assembled, self.layers)
-        if not probed or assembled.probe_share(probed[-1], ratio) >= 1:
+        if not probed or not assembled.probe or assembled.probe_share(probed[-1], ratio) >= 1:
             return Selection()  # nobody to ask, or asking would cost all there is to spend
         scores = assembled.question_attention(probed)
         chosen = best_spans(scores, assembled, assembled.affordable(ratio), self.span)

@@ -1,5 +1,6 @@
 """``kvmosaic bench`` under load: throughput, sustained, interference."""
 
+import math
 from typing import Annotated
 
 import typer
@@ -49,7 +50,7 @@ def throughput(
         offered = numbers(rates)
     except ConfigError:
         offered = []
-    if not offered or min(offered) <= 0:
+    if not offered or not all(0 < rate < math.inf for rate in offered):
         raise ConfigError(f"--rates {rates}: must be positive numbers with commas between them, like 2,4,8")
     bench_plots.check(plot)
     model, corpus = Model(layers, heads, eager), Corpus(documents, document_tokens, per_query, seed)

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.engines.vllm import backlog
-from kvmosaic.engines.vllm.cost import ENOUGH
+from kvmosaic.engines.vllm.cost import ENOUGH, Judge
 from kvmosaic.engines.vllm.messages import ChunkFill
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.conftest import SMALL
@@ -41,6 +41,20 @@ def test_new_documents_are_prefilled_exactly_and_filled_while_the_answer_is_deco
     [second] = answer(llm, [prompt("Another system prompt.", documents[::-1])], report=True)
     assert second.kv_transfer_params["mode"] == "reuse"
     assert statuses(second) == ["cached"] * 3
+
+
+def test_a_prompt_that_was_blended_is_not_finished_as_plain(llm, monkeypatch):
+    """vLLM's prefix cache has most of it; computing the rest as usual would be quicker, but no answer to anything."""
+    documents = new_documents(3)
+    answer(llm, [prompt("You are helpful.", documents)])
+    text = prompt(f"Blended {random.random()}.", documents[::-1])
+    [first] = answer(llm, [text], report=True, recompute_ratio=0.3, policy="random")
+    assert first.kv_transfer_params["mode"] == "reuse"
+    monkeypatch.setattr(Judge, "is_faster", lambda *_: False)
+    [again] = answer(llm, [text], report=True, recompute_ratio=0.3, policy="random")
+    assert again.kv_transfer_params["mode"] == "reuse"
+    assert again.kv_transfer_params["prefix_tokens"] > 0
+    same(again, first)
 
 
 def test_a_new_document_among_known_ones(llm):

@@ -40,10 +40,10 @@ def tokens(count):
     return [random.randrange(10, 500) for _ in range(count)]
 
 
-def request(documents):
+def request(documents, system=20):
     """A prompt of the documents in some order, and its parts."""
     ids, boundaries = [], []
-    for part in (tokens(20), *random.sample(documents, CHUNKS), tokens(9)):
+    for part in (tokens(system), *random.sample(documents, CHUNKS), tokens(9)):
         boundaries.append((len(ids), len(ids) + len(part)))
         ids += part
     return ids, boundaries
@@ -138,6 +138,29 @@ def test_a_pass_takes_more_runs_than_the_engine_takes_requests(llm, documents, p
     finish(llm, "runs")
     assert max(passes) > REQUESTS
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == REQUESTS
+
+
+@pytest.mark.parametrize("policy", ["random", "sink-link", "composite(asking=1)", "query-attention", "kv-deviation"])
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_question_that_begins_a_block(llm, documents, policy, lends, monkeypatch):
+    """Its first block is not there yet when all before it is loaded; vLLM may be too short of blocks to lend one."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    if not lends:
+        monkeypatch.setattr(scheduler, "_borrow", lambda *_: ())
+    block = SMALL["block_size"]
+    ids, boundaries = request(documents, system=-CHUNK * CHUNKS % block + block)
+    assert boundaries[-1][0] % block == 0
+    add(llm, "other", tokens(40), 100, chunk_cache=False)
+    llm.llm_engine.step()
+    params = {"boundaries": boundaries, "policy": policy, "recompute_ratio": 0.6}
+    add(llm, "among others", ids, **params)
+    among, _ = finish(llm, "among others")
+    until_idle(llm)
+    assert among.kv_transfer_params["mode"] == "reuse"
+    llm.reset_prefix_cache()
+    add(llm, "alone", ids, **params)
+    same(among, finish(llm, "alone")[0])
+    until_idle(llm)
 
 
 def test_others_get_a_token_with_every_slice(llm, documents):

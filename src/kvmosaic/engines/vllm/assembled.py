@@ -34,9 +34,9 @@ class VllmAssembled(AssembledPrompt):
         ``compute_fresh`` computes the tokens in no chunk before the question, if that was not done yet."""
         super().__init__(prompt, question, len(forward.layers), forward.full_layers)
         assert [at for _, at in moves] == [span.start for span in prompt.chunks]
-        # When vLLM was too short of blocks to lend some, fewer tokens are asked.
-        self.probe = Span(self.probe.start, min(self.probe.end, len(blocks[0]) * forward.block_sizes[0]))
-        assert self.probe
+        # When vLLM was too short of blocks to lend some, or was not asked to, fewer tokens can be asked, or none.
+        room = len(blocks[0]) * forward.block_sizes[0]
+        self.probe = Span(self.probe.start, max(self.probe.start, min(self.probe.end, room)))
         self.computed_layer: int | None = None
         """Up to this layer all chunk tokens were computed."""
         self._moves = moves
@@ -48,6 +48,7 @@ class VllmAssembled(AssembledPrompt):
         self._compute_fresh = compute_fresh
 
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
+        assert self.probe
         self._compute_fresh()
         queries: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 

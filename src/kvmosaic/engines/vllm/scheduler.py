@@ -151,7 +151,7 @@ class ChunkScheduler:
             plan.deadline = time.monotonic() + PATIENCE_SECONDS
         if time.monotonic() < plan.deadline:
             return None
-        if self._begins_inside(plan, num_local):
+        if self._is_begun(plan, num_local):
             return external
         logger.warning("request %s waited %d s for its chunks; it is prefilled", request.request_id, PATIENCE_SECONDS)
         self._work.released.append(request.request_id)
@@ -341,13 +341,15 @@ class ChunkScheduler:
     def _is_worth_it(self, request: Any, plan: Plan, local: int) -> bool:
         """Whether reusing what there is will be faster than a plain prefill; if not, the request gets one. Missing
         chunks are noted, to be filled in the background."""
-        if plan.is_worth_it or self._config.miss_policy == "fill-first" or self._begins_inside(plan, local):
+        if plan.is_worth_it or self._config.miss_policy == "fill-first":
             return True
         if self._config.miss_policy == "background":
             for span, digest in zip(plan.prompt.chunks, plan.digests, strict=True):
                 fits = self._filled_length(plan.prompt, span) <= self._max_positions
                 if fits and self._catalog.tier(digest) is None:
                     self._backlog.add(digest, plan.prompt.tokens_of(span), self._planner.context(plan.prompt))
+        if self._is_begun(plan, local):
+            return True
         ahead = plan.prompt.question.start - local
         computed = self._cost(plan, local)
         if all({"blend", "remap"} <= costs.keys() for costs in self._costs.values()):
@@ -362,10 +364,10 @@ class ChunkScheduler:
         plan.is_worth_it = is_faster
         return is_faster
 
-    def _begins_inside(self, plan: Plan, local: int) -> bool:
-        """Whether vLLM's prefix cache has the first tokens of a chunk, but not all that tokens right behind them see:
-        then vLLM cannot go on from there by itself."""
-        return any(span.start < local < span.end and self._planner.is_cut(len(span)) for span in plan.prompt.chunks)
+    def _is_begun(self, plan: Plan, local: int) -> bool:
+        """Whether vLLM's prefix cache has tokens of chunks, as reuse left them: then the others have to become what
+        they were, too, or the same request would get another answer, and one that is neither reuse nor a prefill."""
+        return local > plan.prompt.chunks[0].start
 
     def _seconds(self, stage: str, tokens: int) -> float:
         """What a stage takes on the slowest rank."""
