@@ -365,8 +365,8 @@ class ChunkScheduler:
         return is_faster
 
     def _is_begun(self, plan: Plan, local: int) -> bool:
-        """Whether vLLM's prefix cache has tokens of chunks, as reuse left them: then the others have to become what
-        they were, too, or the same request would get another answer, and one that is neither reuse nor a prefill."""
+        """Whether vLLM's prefix cache has tokens of chunks. Reuse may have left them, and then the others have to
+        become what they were: a prefill of the rest would give an answer that is neither of the two."""
         return local > plan.prompt.chunks[0].start
 
     def _seconds(self, stage: str, tokens: int) -> float:
