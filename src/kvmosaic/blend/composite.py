@@ -36,7 +36,7 @@ class Composite(Policy):
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         probed = middle_layers(assembled, self.layers)
-        # A long question about short chunks: asking would cost more tokens than it is worth.
+        # Nobody to ask, or a long question about short chunks: asking would cost more tokens than it is worth.
         if not probed or not assembled.probe or assembled.probe_share(probed[-1], ratio) > self.asking:
             chosen = first_tokens(assembled, assembled.affordable(ratio))
         else:
