@@ -26,7 +26,7 @@ def forget_some(worker):
 
 def count_slices(worker):
     """Have a rank count the slices that it hands out from now on."""
-    from kvmosaic.engines.vllm.slices import Slices
+    from kvmosaic.engines.vllm.worker_side.slices import Slices
 
     go_on, Slices.handed = Slices.go_on, 0
 
@@ -39,7 +39,7 @@ def count_slices(worker):
 
 
 def slices_counted(worker):
-    from kvmosaic.engines.vllm.slices import Slices
+    from kvmosaic.engines.vllm.worker_side.slices import Slices
 
     return Slices.handed
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from kvmosaic.engines.vllm.arrivals import Arrivals
+from kvmosaic.engines.vllm.forward.layer_arrivals import Arrivals
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import same

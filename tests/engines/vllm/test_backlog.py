@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvmosaic.engines.vllm.backlog import FillBacklog
+from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
 
 BLOCK = 16
 SINK = tuple(range(40))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.engines.vllm.cost import ENOUGH, TRIAL_SHARE, Judge, LinearCost
+from kvmosaic.engines.vllm.telemetry.cost import ENOUGH, TRIAL_SHARE, Judge, LinearCost
 
 
 def measured(observations):

@@ -8,10 +8,10 @@ import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import event_hash
-from kvmosaic.engines.vllm.events import MEDIUM, EventGroup, PrefixEvents
 from kvmosaic.engines.vllm.messages import RankReport
+from kvmosaic.engines.vllm.scheduler_side.prefix_events import MEDIUM, EventGroup, PrefixEvents
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import ChunkCatalog
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_prefix_blocks import ask
 from tests.engines.vllm.tiny import write_tiny_gemma, write_tiny_llama

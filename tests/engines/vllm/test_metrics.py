@@ -22,7 +22,15 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvmosaic.engines.vllm.metrics import COUNTS, LEVELS, ChunkPromMetrics, ChunkStats, CountName, LevelName, Stage
+from kvmosaic.engines.vllm.telemetry.metrics import (
+    COUNTS,
+    LEVELS,
+    ChunkPromMetrics,
+    ChunkStats,
+    CountName,
+    LevelName,
+    Stage,
+)
 from kvmosaic.store.base import MissReason
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "kvmosaic.json"

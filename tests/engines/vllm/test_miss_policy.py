@@ -8,8 +8,8 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.engines.vllm import backlog
-from kvmosaic.engines.vllm.cost import ENOUGH
 from kvmosaic.engines.vllm.messages import ChunkFill
+from kvmosaic.engines.vllm.telemetry.cost import ENOUGH
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same

@@ -7,11 +7,11 @@ import torch
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
 
-import kvmosaic.engines.vllm.backend_blocks as backend_blocks
 import kvmosaic.engines.vllm.connector as connector
-import kvmosaic.engines.vllm.kernel_blocks as kernel_blocks
-import kvmosaic.engines.vllm.sparse as sparse
-from kvmosaic.engines.vllm.self_test import self_test
+import kvmosaic.engines.vllm.forward.sparse as sparse
+import kvmosaic.engines.vllm.paged.by_backend as backend_blocks
+import kvmosaic.engines.vllm.paged.by_kernel as kernel_blocks
+from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import DOCUMENTS, prompt
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.slices import Slices
+from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.worker_side.slices import Slices
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import same

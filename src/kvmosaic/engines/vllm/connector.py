@@ -27,21 +27,21 @@ from kvmosaic.engines.vllm.compat import (
     sliding_window,
     unsupported_cache,
 )
-from kvmosaic.engines.vllm.events import PrefixEvents, event_groups
-from kvmosaic.engines.vllm.fetcher import ChunkFetcher
-from kvmosaic.engines.vllm.kernel_blocks import KernelBlocks
-from kvmosaic.engines.vllm.loader import ChunkLoader
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
-from kvmosaic.engines.vllm.metrics import ChunkPromMetrics, ChunkStats
+from kvmosaic.engines.vllm.paged.by_kernel import KernelBlocks
 from kvmosaic.engines.vllm.parameters import looks_inside, policy_served
-from kvmosaic.engines.vllm.prefix_scheduler import part_tokens
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rotary import ANY_LENGTH
-from kvmosaic.engines.vllm.scheduler import ChunkScheduler
-from kvmosaic.engines.vllm.self_test import self_test
-from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.scheduler_side.prefix import part_tokens
+from kvmosaic.engines.vllm.scheduler_side.prefix_events import PrefixEvents, event_groups
+from kvmosaic.engines.vllm.scheduler_side.scheduler import ChunkScheduler
 from kvmosaic.engines.vllm.support import unsupported
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkPromMetrics, ChunkStats
 from kvmosaic.engines.vllm.worker import current_runner
+from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
+from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
+from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from kvmosaic.models.digest import weights_digest
 
 logger = init_logger(f"vllm.{__name__}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.vllm.cost import Line
+from kvmosaic.engines.vllm.telemetry.cost import Line
 
 
 @dataclass(frozen=True)

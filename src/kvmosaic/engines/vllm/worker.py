@@ -45,7 +45,7 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         """For each document: ``kept``, ``missing`` or ``too-long``."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from kvmosaic.engines.vllm.loader import ANY_LENGTH
+        from kvmosaic.engines.vllm.worker_side.loader import ANY_LENGTH
 
         return list(get_kv_transfer_group().loader.cache.warm_states(chunks, ANY_LENGTH))
 

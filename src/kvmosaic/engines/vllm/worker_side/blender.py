@@ -9,12 +9,12 @@ import numpy as np
 from kvmosaic.blend import choose, policy_named
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.vllm.assembled import VllmAssembled
-from kvmosaic.engines.vllm.blocks import RequestBlocks
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.messages import ChunkLoad
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.sparse import SparseForward
-from kvmosaic.engines.vllm.timing import StageTimer
+from kvmosaic.engines.vllm.paged.base import RequestBlocks
+from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.probe import VllmAssembled
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import torch
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.self_test import CONTEXT_TOKENS, failure, trial_entry, trial_prompts
-from kvmosaic.engines.vllm.blocks import RequestBlocks
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
+from kvmosaic.engines.vllm.paged.base import RequestBlocks
 
 PIECE_TOKENS = 7
 """Recomputed tokens come in runs of so many, each a virtual sequence of its own."""

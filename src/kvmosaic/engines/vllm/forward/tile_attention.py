@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvmosaic.engines.vllm.compat import paged_cache
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rows import PagedTokens, Row, by_sequence
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.runs import PagedTokens, Row, by_sequence
 from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, parts_at_once, sparse_attention
 
 if TYPE_CHECKING:
-    from kvmosaic.engines.vllm.sparse import SparseForward
+    from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
 CONTEXT_TOKENS, RUN_TOKENS, REPEATS = 8192, 1024, 5
 """The speed of both is that for one run, behind so much context; the median of so many times."""

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
-from kvmosaic.engines.vllm.arrivals import Arrivals
 from kvmosaic.engines.vllm.compat import (
     attention_by,
     build_attn_metadata,
@@ -31,9 +30,10 @@ from kvmosaic.engines.vllm.compat import (
     with_sequences,
     write_rows,
 )
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rows import PagedTokens, Row, by_sequence
-from kvmosaic.engines.vllm.tiles import TileAttention
+from kvmosaic.engines.vllm.forward.layer_arrivals import Arrivals
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.runs import PagedTokens, Row, by_sequence
+from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 

@@ -10,10 +10,10 @@ from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.rotation import CosSin, rotate_
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.rotary import LayerRotary, turns_for
-from kvmosaic.engines.vllm.blocks import KV, Part, RequestBlocks
-from kvmosaic.engines.vllm.packing import BlockReader
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
+from kvmosaic.engines.vllm.paged.base import KV, Part, RequestBlocks
+from kvmosaic.engines.vllm.paged.layout_probe import BlockReader
 
 
 @dataclass(frozen=True, eq=False)

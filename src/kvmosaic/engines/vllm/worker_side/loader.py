@@ -16,20 +16,20 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import Span
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.chunk_cache import KV, ChunkCache
-from kvmosaic.engines.vllm.backend_blocks import BackendBlocks
-from kvmosaic.engines.vllm.blender import Blender
-from kvmosaic.engines.vllm.blocks import Part, RequestBlocks
-from kvmosaic.engines.vllm.kernel_blocks import KernelBlocks
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH, measure_rotary
+from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.messages import ChunkFill, ChunkLoad, RankReport
-from kvmosaic.engines.vllm.metrics import ChunkStats, CountName
-from kvmosaic.engines.vllm.packing import BlockReader
-from kvmosaic.engines.vllm.prefix_loader import PrefixLoader
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rotary import ANY_LENGTH, measure_rotary
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.slices import Slices
-from kvmosaic.engines.vllm.sparse import SparseForward
-from kvmosaic.engines.vllm.timing import StageTimer
+from kvmosaic.engines.vllm.paged.base import Part, RequestBlocks
+from kvmosaic.engines.vllm.paged.by_backend import BackendBlocks
+from kvmosaic.engines.vllm.paged.by_kernel import KernelBlocks
+from kvmosaic.engines.vllm.paged.layout_probe import BlockReader
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats, CountName
+from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.blender import Blender
+from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
+from kvmosaic.engines.vllm.worker_side.slices import Slices
 from kvmosaic.store import LookupResult, MissReason
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.vllm.blocks import RequestBlocks
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
+from kvmosaic.engines.vllm.forward.runs import Row
 from kvmosaic.engines.vllm.messages import PrefixLoad, PrefixSave
-from kvmosaic.engines.vllm.metrics import ChunkStats
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rotary import ANY_LENGTH
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.timing import StageTimer
+from kvmosaic.engines.vllm.paged.base import RequestBlocks
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
+from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 
 logger = logging.getLogger(__name__)
 

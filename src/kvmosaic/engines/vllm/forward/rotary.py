@@ -8,8 +8,8 @@ import torch
 
 from kvmosaic.core.rotation import CosSin
 from kvmosaic.engines.rotary import LayerRotary, explain_layer
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
 ANY_LENGTH = 0
 """vLLM's rotary tables, and so its keys, do not depend on a prompt's length."""

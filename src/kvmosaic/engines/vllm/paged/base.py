@@ -10,8 +10,8 @@ import torch
 from kvmosaic.blend.base import Part as KVPart
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
 from kvmosaic.core.window import WindowTails
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""

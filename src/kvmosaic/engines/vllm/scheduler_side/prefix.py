@@ -12,11 +12,11 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.key import content_hash
-from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import BlockSalts
-from kvmosaic.engines.vllm.events import EventGroup, PrefixEvents
 from kvmosaic.engines.vllm.messages import ChunkFetch, PrefixLoad, PrefixSave, StepWork
-from kvmosaic.engines.vllm.tables import BlockTables
+from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
+from kvmosaic.engines.vllm.scheduler_side.prefix_events import EventGroup, PrefixEvents
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import ChunkCatalog
 
 PART_TOKENS = 256
 """About how many tokens are one entry: enough to move well, few enough that little of a prompt is left over."""

@@ -11,13 +11,13 @@ from kvmosaic.blend.base import Part as KVPart
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.rotary import LayerRotary
-from kvmosaic.engines.vllm.arrivals import GROUPS, Arrivals
-from kvmosaic.engines.vllm.blocks import KV, Part, RequestBlocks
 from kvmosaic.engines.vllm.compat import paged_cache
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rotary import VllmTable
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.forward.layer_arrivals import GROUPS, Arrivals
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.rotary import VllmTable
+from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
+from kvmosaic.engines.vllm.paged.base import KV, Part, RequestBlocks
 from kvmosaic.kernels.paged import Move, PagedCaches, gather, gather_reference, scatter, scatter_slowly
 
 logger = logging.getLogger(__name__)

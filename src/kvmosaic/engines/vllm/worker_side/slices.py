@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from kvmosaic.engines.vllm.rows import Row, cut
+from kvmosaic.engines.vllm.forward.runs import Row, cut
 
 
 class Slices:

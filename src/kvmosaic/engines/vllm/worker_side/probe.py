@@ -7,10 +7,10 @@ import torch
 from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, Part
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.vllm.blocks import RequestBlocks
-from kvmosaic.engines.vllm.ranks import Ranks
-from kvmosaic.engines.vllm.rows import Row
-from kvmosaic.engines.vllm.sparse import Observer, SparseForward
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.sparse import Observer, SparseForward
+from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.kernels.scores import attention_weights
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kvmosaic.engines.vllm.compat import paged_cache
-from kvmosaic.engines.vllm.sparse import SparseForward
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
 DIGIT = 128
 """Whole numbers below this are exact in every dtype that a cache of the model's own dtype can have."""

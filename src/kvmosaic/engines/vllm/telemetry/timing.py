@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-from kvmosaic.engines.vllm.cost import LinearCost
-from kvmosaic.engines.vllm.metrics import ChunkStats, Stage
+from kvmosaic.engines.vllm.telemetry.cost import LinearCost
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats, Stage
 
 
 class Running:

@@ -11,16 +11,16 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.results import ChunkReport
-from kvmosaic.engines.vllm.backlog import FillBacklog
-from kvmosaic.engines.vllm.catalog import ChunkCatalog
 from kvmosaic.engines.vllm.compat import BlockSalts, count_cached_tokens
-from kvmosaic.engines.vllm.cost import Judge, Line
-from kvmosaic.engines.vllm.events import EventGroup, PrefixEvents
 from kvmosaic.engines.vllm.messages import ChunkFetch, ChunkLoad, PrefixLoad, StepReport, StepWork
-from kvmosaic.engines.vllm.metrics import ChunkStats
-from kvmosaic.engines.vllm.planner import Plan, Planner
-from kvmosaic.engines.vllm.prefix_scheduler import PrefixScheduler
-from kvmosaic.engines.vllm.tables import BlockTables
+from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
+from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
+from kvmosaic.engines.vllm.scheduler_side.planner import Plan, Planner
+from kvmosaic.engines.vllm.scheduler_side.prefix import PrefixScheduler
+from kvmosaic.engines.vllm.scheduler_side.prefix_events import EventGroup, PrefixEvents
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import ChunkCatalog
+from kvmosaic.engines.vllm.telemetry.cost import Judge, Line
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""KV entries in and out of vLLM's paged blocks."""

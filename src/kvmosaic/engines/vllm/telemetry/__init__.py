@@ -1,0 +1,1 @@
+"""What is measured: counts, times, and the costs predicted from them."""

@@ -1,0 +1,1 @@
+"""The worker's side: brings entries into blocks, chooses what is recomputed, computes it."""
