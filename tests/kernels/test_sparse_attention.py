@@ -86,7 +86,7 @@ def test_parts_cover_what_tiles_read(positions, group, at_once):
     asking = [Asking(np.array(sorted(each)), range(3000)) for each in positions]
     queries = Queries.of(asking, group, torch.device("cpu"), at_once)
     read, slots = {}, []
-    for first, end, sequence, first_key, end_key, slot in sorted(queries.parts.tolist()):
+    for first, end, sequence, first_key, end_key, slot in sorted(queries.key_ranges.tolist()):
         assert first_key % 128 == 0
         assert first_key == read.get((first, end, sequence), 0) < end_key
         read[first, end, sequence] = end_key
@@ -98,7 +98,7 @@ def test_parts_cover_what_tiles_read(positions, group, at_once):
     assert tokens == list(range(len(queries.positions)))
     assert slots == list(range(queries.slots))
     assert sum(end - begin for *_, begin, end in queries.split.tolist()) == queries.slots <= 2 * at_once
-    sizes = [end - begin for *_, begin, end, _ in queries.parts.tolist()]
+    sizes = [end - begin for *_, begin, end, _ in queries.key_ranges.tolist()]
     assert sizes == sorted(sizes, reverse=True)
     total = sum(int(keys) for keys in read.values())
     if len(read) >= at_once:
@@ -113,7 +113,7 @@ def test_a_token_does_not_see_what_comes_after_it():
     out = torch.empty(*q.shape[:2], v_dim, dtype=q.dtype, device=DEVICE)
     sparse_attention(q, cache, queries, scale, window, out)
     seen = torch.zeros(cache.shape[0], cache.shape[2], dtype=torch.bool)
-    for first, end, sequence, *_ in queries.parts.tolist():
+    for first, end, sequence, *_ in queries.key_ranges.tolist():
         for position in range(int(queries.positions[first:end].max()) + 1):
             seen[queries.blocks[sequence][position // cache.shape[2]], position % cache.shape[2]] = True
     spoilt = torch.where(seen[:, None, :, None].to(DEVICE), cache, float("nan"))

@@ -14,7 +14,7 @@ import torch
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.rotation import RotaryColumns
 from kvmosaic.kernels.paged import Move, PagedCaches, gather, scatter
-from kvmosaic.kernels.sparse_attention import Asking, Queries, parts_at_once, sparse_attention
+from kvmosaic.kernels.sparse_attention import Asking, Queries, key_ranges_at_once, sparse_attention
 
 BLOCK = 16
 REPEATS = 20
@@ -73,7 +73,7 @@ def _attention(context: int, heads: int, group: int, head_dim: int, blocks: list
     per_key = 4 * heads * group * head_dim  # products and sums of one query and one key
     ms = _milliseconds(lambda: dense(q, k, v, is_causal=True))
     rows.append(_row("dense attention", ms, per_key * context * (context + 1) // 2))
-    at_once = parts_at_once(a.device, heads)
+    at_once = key_ranges_at_once(a.device, heads)
     cache, chance = _cache(context, heads, head_dim).normal_(), np.random.default_rng(0)
     for ratio in RATIOS:
         for run in RUNS:

@@ -10,12 +10,13 @@ import torch
 
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 
-Part = Literal["k", "v"]
+KVPart = Literal["k", "v"]
+"""K or V."""
 
 PROBE_TOKENS = 256
-"""Of a longer question only so many tokens are computed to find out what it attends to."""
+"""Maximum tokens of a question that are computed to find out what it attends to."""
 QUERY_TOKENS = 64
-"""The last so many of them are asked."""
+"""Maximum tokens, the last of those, whose attention is averaged."""
 
 
 class Check(NamedTuple):
@@ -24,7 +25,7 @@ class Check(NamedTuple):
 
     layer: int
     keep: int
-    part: Part
+    part: KVPart
 
 
 class Selection(NamedTuple):
@@ -67,7 +68,7 @@ class AssembledPrompt(ABC):
         through the layers up to the last of these. ``probe`` must not be empty."""
 
     @abstractmethod
-    def deviation(self, layer: int, part: Part) -> torch.Tensor:
+    def deviation(self, layer: int, part: KVPart) -> torch.Tensor:
         """Squared distance ``[chunk tokens]`` in fp32 between the reused K or V at ``layer`` and the one computed in
         sight of the whole prompt. Computes all chunk tokens in layers ``0 .. layer``, and leaves their fresh KV there
         in the request's cache; charges that."""
@@ -116,12 +117,17 @@ class Policy(ABC):
     that layers with a sliding window need no more of a chunk than its end."""
 
     def check(self, num_layers: int) -> None:
-        """Raise :class:`ConfigError` if it cannot work with a model of so many layers."""
+        """Raise :class:`ConfigError` if it cannot work with a model of ``num_layers``."""
         return None
 
     @property
     def narrows(self) -> bool:
         """Whether its set shrinks on its way through the layers."""
+        return False
+
+    def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
+        """Whether :meth:`select` is going to probe the prompt, at ``0 < ratio < 1``. Everything in front of the
+        question has to be computed before it does."""
         return False
 
     @abstractmethod

@@ -26,22 +26,26 @@ class Composite(Policy):
     first: Annotated[int, Field(ge=0, lt=2**31)] = 4
     reach: Annotated[float, Field(gt=0, le=1e9)] = 16.0
     runs: Annotated[int, Field(ge=1, lt=2**31)] = 256
-    """About so many runs at most: lone tokens are the better choice, but each run costs an attention of its own."""
+    """Approximate maximum of runs: lone tokens are the better choice, but each run costs an attention of its own."""
     layers: Annotated[int, Field(ge=1, lt=2**31)] = PROBED_LAYERS
     asking: Annotated[float, Field(ge=0, le=1)] = 0.16
-    """The question is asked only where that costs at most this part of what may be spent; else starts it is."""
+    """Maximum share of what may be spent that asking the question may cost; where it costs more, the first tokens of
+    chunks are chosen without asking."""
 
     def check(self, num_layers: int) -> None:
         check_layers(self.name, self.layers, num_layers)
 
-    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+    def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
         probed = middle_layers(assembled, self.layers)
-        # Nobody to ask, or a long question about short chunks: asking would cost more tokens than it is worth.
-        if not probed or not assembled.probe or assembled.probe_share(probed[-1], ratio) > self.asking:
-            chosen = first_tokens(assembled, assembled.affordable(ratio))
-        else:
-            scores = assembled.question_attention(probed).cpu()
+        # A long question about short chunks: asking would cost more tokens than it is worth.
+        return bool(probed and assembled.probe) and assembled.probe_share(probed[-1], ratio) <= self.asking
+
+    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+        if self.probes(assembled, ratio):
+            scores = assembled.question_attention(middle_layers(assembled, self.layers)).cpu()
             chosen = self._mosaic(scores, assembled, assembled.affordable(ratio))
+        else:
+            chosen = first_tokens(assembled, assembled.affordable(ratio))
         return Selection(tuple(assembled.positions()[chosen].tolist()))
 
     def _mosaic(self, scores: torch.Tensor, assembled: AssembledPrompt, count: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvmosaic.blend.base import AssembledPrompt, Check, Part, Policy, Selection
+from kvmosaic.blend.base import AssembledPrompt, Check, KVPart, Policy, Selection
 from kvmosaic.core.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class KVDeviation(Policy):
 
     name: ClassVar[str] = "kv-deviation"
     reads_content: ClassVar[bool] = True
-    part: Part = "k"
+    part: KVPart = "k"
     layers: tuple[Annotated[int, Field(ge=0)], ...] = (1,)
     shrink: Annotated[float, Field(ge=1, le=100)] = 2.0
     threshold: Annotated[float, Field(ge=0)] = 0.0
@@ -37,8 +37,11 @@ class KVDeviation(Policy):
         if self.layers[-1] >= num_layers - 1:
             raise ConfigError(f"kv-deviation: layer {self.layers[-1]} is not below the model's last one")
 
+    def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
+        return (self.layers[0] + 1) / assembled.num_layers < ratio
+
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
-        if (self.layers[0] + 1) / assembled.num_layers >= ratio:
+        if not self.probes(assembled, ratio):
             return Selection()  # finding out would cost all there is to spend
         distance = assembled.deviation(self.layers[0], self.part).cpu()
         # Shrinking sets: so many at first that all layers together cost what the ratio allows.

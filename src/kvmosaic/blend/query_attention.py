@@ -13,7 +13,7 @@ FIRST_PART, LAST_PART = 0.45, 0.75
 """Middle layers, as parts of the model's depth: earlier ones look at words, later ones at the answer."""
 
 PROBED_LAYERS = 3
-"""By default so many of them are probed, or all where there are fewer."""
+"""Default number of them that are probed; all where there are fewer."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,14 @@ class QueryAttention(Policy):
     def check(self, num_layers: int) -> None:
         check_layers(self.name, self.layers, num_layers)
 
-    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+    def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
         probed = middle_layers(assembled, self.layers)
-        if not probed or not assembled.probe or assembled.probe_share(probed[-1], ratio) >= 1:
-            return Selection()  # nobody to ask, or asking would cost all there is to spend
-        scores = assembled.question_attention(probed)
+        return bool(probed and assembled.probe) and assembled.probe_share(probed[-1], ratio) < 1
+
+    def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
+        if not self.probes(assembled, ratio):
+            return Selection()  # nothing to ask, or asking would cost all there is to spend
+        scores = assembled.question_attention(middle_layers(assembled, self.layers))
         chosen = best_spans(scores, assembled, assembled.affordable(ratio), self.span)
         return Selection(tuple(assembled.positions()[chosen].tolist()))
 

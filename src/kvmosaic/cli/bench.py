@@ -124,7 +124,7 @@ def ttft(
     """vLLM: time to first token by full prefill, prefix-cache hit, and reuse in a new order."""
     from kvmosaic.bench import ttft
     from kvmosaic.bench.engine import Model
-    from kvmosaic.engines.vllm.parameters import policy_served
+    from kvmosaic.engines.vllm.support import policy_served
 
     if tier not in ("device", "host"):
         raise ConfigError(f"--tier {tier}: choose device or host")

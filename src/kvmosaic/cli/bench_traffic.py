@@ -131,7 +131,7 @@ def interference(
     from kvmosaic.bench import interference
     from kvmosaic.bench.engine import Model
     from kvmosaic.bench.traffic import Corpus
-    from kvmosaic.engines.vllm.parameters import policy_served
+    from kvmosaic.engines.vllm.support import policy_served
 
     policy_served(policy, layers)
     model, corpus = Model(layers, heads, eager), Corpus(documents, document_tokens, documents, seed)

@@ -50,13 +50,9 @@ class ChunkCacheConfig(BaseSettings):
     """Share of a request's chunk tokens that a blend recomputes, what choosing them costs included."""
     policy: str = "composite"
     """Which tokens those are: a policy's name, with options in brackets, like ``sink-link(k=8)``."""
-    blend_min_tokens: int = Field(0, ge=0)
-    """Requests with fewer chunk tokens than this are prefilled as if they had no chunks."""
     miss_policy: Literal["background", "fill-first", "never"] = "background"
     """What becomes of chunks that are not in the store: ordinary text of the request, filled afterwards in the
     background; filled first and then used; or ordinary text and never stored."""
-    background_fill_tokens: int = Field(2048, ge=1)
-    """About how many tokens one step of the vLLM engine fills in the background, at least one chunk."""
     prefix_blocks: bool = False
     """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed, and serves it
     to prompts that begin with the same tokens: after vLLM's own prefix cache forgot it, or in another engine."""

@@ -51,8 +51,8 @@ class ChunkedPrompt:
         return Span(self.chunks[-1].end if self.chunks else 0, len(self.token_ids))
 
     @cached_property
-    def words(self) -> "array[int]":
-        """The token ids as 32-bit numbers, for whoever needs bytes: made once, and sent along with the prompt."""
+    def token_array(self) -> "array[int]":
+        """The token ids as 32-bit numbers, where bytes are needed: made once, and sent along with the prompt."""
         return array("i", self.token_ids)
 
     def tokens_of(self, span: Span) -> tuple[int, ...]:

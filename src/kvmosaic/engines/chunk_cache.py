@@ -1,41 +1,30 @@
-"""The chunk cache of an engine: looks chunks up, has missing ones filled, stores them."""
+"""The chunk cache of an engine: keys, look-ups, storing."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV
-from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
-from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.core.window import WHOLE, WindowTails
+from kvmosaic.engines.identity import chunk_context
 from kvmosaic.store import ChunkStorageManager, open_store
 
+Fingerprint = Callable[[int], str | None]
+"""What the KV of chunks depends on besides their tokens, in prompts of a given number of tokens; ``None`` when KV
+made for such a prompt is good for no other."""
 KV = tuple[torch.Tensor, torch.Tensor]
 """K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
 WarmState = Literal["kept", "missing", "too-long"]
 """Of a document: in a tier that outlives this process; in none; more than fits behind the sink prefix."""
 
 
-class FillingEngine(Protocol):
-    """What the chunk cache needs of an engine."""
-
-    def fingerprint(self, length: int) -> str | None:
-        """What the KV of chunks depends on besides their tokens, in prompts of ``length`` tokens; ``None``
-        when KV made for such a prompt is good for no other."""
-        ...
-
-    def fill(self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int) -> list[KV]:
-        """Canonical KV of each chunk, computed alone after ``context``, for a prompt of ``length`` tokens."""
-        ...
-
-
 class Found(NamedTuple):
-    """A chunk's entry and how it was come by."""
+    """A chunk's entry and where it came from."""
 
     entry: ChunkKV
     tier: str | None
@@ -58,9 +47,9 @@ class ChunkCache:
         self,
         config: ChunkCacheConfig,
         model: str,
+        *,
         sink: Sequence[int],
-        parser: ChunkTokenParser,
-        engine: FillingEngine,
+        fingerprint: Fingerprint,
         share: HeadShare,
         max_positions: int | None,
         device_pool: torch.Tensor | None = None,
@@ -71,8 +60,7 @@ class ChunkCache:
         self.sink = tuple(sink)
         self._config = config
         self._model = model
-        self._parser = parser
-        self._engine = engine
+        self._made_by = fingerprint
         self._max_positions = max_positions
         self._tails = tails
         self._heads = str(share.heads) if config.per_head_storage else share.together
@@ -80,7 +68,7 @@ class ChunkCache:
 
     def serves(self, length: int) -> bool:
         """Whether chunks can be reused in prompts of ``length`` tokens."""
-        return self._engine.fingerprint(length) is not None
+        return self._made_by(length) is not None
 
     def fits(self, chunk_length: int, context: Sequence[int], length: int) -> bool:
         """Whether a chunk can be computed after ``context`` within the model's positions, and with the rotary
@@ -88,11 +76,11 @@ class ChunkCache:
         alone = len(context) + chunk_length
         if self._max_positions is not None and alone > self._max_positions:
             return False
-        return alone <= length or self._engine.fingerprint(alone) == self._engine.fingerprint(length)
+        return alone <= length or self._made_by(alone) == self._made_by(length)
 
     def context_of(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
         """What the chunks of this prompt are computed after."""
-        return prompt.tokens_of(prompt.system) if self._config.chunk_context == "system" else self.sink
+        return chunk_context(self._config.chunk_context, prompt, self.sink)
 
     def key(self, tokens: Sequence[int], context: Sequence[int], length: int) -> ChunkKey:
         """The key of a chunk computed after ``context`` for prompts like one of ``length`` tokens."""
@@ -105,7 +93,7 @@ class ChunkCache:
         return ChunkKey(digest, num_tokens, self._model, fingerprint, self._config.tenant, self._heads)
 
     def _fingerprint(self, length: int) -> str:
-        made_by = self._engine.fingerprint(length)
+        made_by = self._made_by(length)
         if made_by not in self._fingerprints:
             self._fingerprints[made_by] = format_fingerprint(engine=made_by, sink=self.sink, tails=self._tails)
         return self._fingerprints[made_by]
@@ -127,39 +115,6 @@ class ChunkCache:
                 missing[chunk] = Missing(key, result.reason.value)
         return found, missing
 
-    def find_or_fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[Found]:
-        """An entry for every chunk of a prompt of ``length`` tokens. Missing ones are filled together and
-        stored; a repeated one is filled once."""
-        found, missing = self.find(chunks, context, length)
-        found |= self.fill_missing(missing, context, length)
-        return [found[tuple(chunk)] for chunk in chunks]
-
-    def fill_all(self, prompt: ChunkedPrompt) -> None:
-        """Have every chunk of a prompt in the store that fits into it."""
-        context, length = self.context_of(prompt), len(prompt.token_ids)
-        fitting = [span for span in prompt.chunks if self.fits(len(span), context, length)]
-        self.find_or_fill([prompt.tokens_of(span) for span in fitting], context, length)
-
-    def fill_missing(
-        self, missing: Mapping[tuple[int, ...], Missing], context: Sequence[int], length: int
-    ) -> dict[tuple[int, ...], Found]:
-        """Fill and store what :meth:`find` did not find."""
-        if not missing:
-            return {}
-        entries = self.fill({lacking.key: chunk for chunk, lacking in missing.items()}, context, length)
-        return {
-            chunk: Found(entry, None, lacking.reason)
-            for (chunk, lacking), entry in zip(missing.items(), entries, strict=True)
-        }
-
-    def fill(self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
-        """Compute the entries of chunks that are missing, together, and store them under their keys."""
-        entries = []
-        computed = self._engine.fill(context, list(chunks.values()), length)
-        for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
-            entries.append(self.put(key, chunk, context, k, v))
-        return entries
-
     def put(
         self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], k: torch.Tensor, v: torch.Tensor
     ) -> ChunkKV:
@@ -176,25 +131,6 @@ class ChunkCache:
             for key, tier in self.store.take_changes().items()
             if key == self.key_of_hash(key.content_hash, key.num_tokens, length)
         }
-
-    def warm(self, documents: Iterable[str], prompt_length: int | None = None) -> int:
-        """Fill and store these documents ahead of time, each as a chunk; returns how many were new.
-
-        ``prompt_length`` is that of the prompts they are meant for, in tokens; it matters only to models with
-        different rope tables for short and long prompts."""
-        if self._config.chunk_context == "system":
-            raise ConfigError("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
-        if isinstance(documents, str):
-            raise PromptError("warm() takes a list of documents, not one text")
-        chunks = [self._parser.document_tokens(document) for document in documents]
-        length = prompt_length or len(self.sink) + max(map(len, chunks), default=0)
-        chunks = [chunk for chunk in chunks if self.fits(len(chunk), self.sink, length)]
-        if not chunks:
-            return 0
-        if not self.serves(length):
-            raise ConfigError(f"this model's rope table is different for every prompt of {length} tokens or more")
-        found = self.find_or_fill(chunks, self.sink, length)
-        return len({item.entry.key for item in found if item.tier is None})
 
     def warm_states(self, chunks: Sequence[Sequence[int]], length: int) -> list[WarmState]:
         """What is to be done about documents that shall be there for later processes, for prompts like one of

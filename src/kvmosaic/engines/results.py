@@ -1,9 +1,42 @@
 """What a request gives back, in any engine."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal
 
 from kvmosaic.core.prompt import Span
+
+ChunkStatus = Literal["cached", "filled", "prefilled"]
+"""Of a chunk: found in the store, computed alone and stored, or computed as ordinary text of this request."""
+
+
+class Fallback(str, Enum):
+    """Why a request with chunks is served by an ordinary prefill."""
+
+    DISABLED = "disabled"
+    """The chunk cache is off for this request or this engine."""
+    BAD_PARAMETERS = "bad-parameters"
+    """A parameter of the request is wrong."""
+    LORA = "lora"
+    """KV depends on the adapter."""
+    PROMPT_EMBEDS = "prompt-embeds"
+    """Token ids do not say what the prompt is."""
+    MULTIMODAL = "multimodal"
+    """Image tokens say nothing about the image."""
+    EVERY_TOKEN_WANTED = "every-token-wanted"
+    """Prompt logprobs and pooling need hidden states that reuse does not compute."""
+    WINDOW = "window"
+    """The policy recomputes inside chunks, and entries lack the beginning of layers with a sliding window."""
+    SELF_TEST = "self-test"
+    """The engine failed its self-test."""
+    COST = "cost"
+    """A prefill is predicted to be faster."""
+    SLOW_TIER = "slow-tier"
+    """Chunks did not arrive in time."""
+    LOAD_ERROR = "load-error"
+    """Chunks could not be brought into the request's blocks."""
+    ROPE_LENGTH = "rope-length"
+    """The model's rotary table is different for every prompt of this length."""
 
 
 @dataclass(frozen=True)
@@ -11,8 +44,7 @@ class ChunkReport:
     """What happened to one chunk of a prompt."""
 
     span: Span
-    status: Literal["cached", "filled", "prefilled"]
-    """Found in the store, computed alone and stored, or computed as ordinary text of this request."""
+    status: ChunkStatus
     tier: str | None
     """Where it was found, when cached; ``request`` for a repeat of a chunk filled for the same prompt."""
     reason: str | None

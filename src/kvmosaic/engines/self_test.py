@@ -7,7 +7,7 @@ documents, and keys left unturned can come out nearer than right ones. That is m
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from kvmosaic.core.window import WHOLE, WindowTails
 SYSTEM_TOKENS, CHUNK_TOKENS, QUESTION_TOKENS = 33, (17, 22), 16
 """Sizes of the prompt's parts. What stands before chunks is long enough that keys turn far."""
 CONTEXT_TOKENS = 16
-"""Chunks are computed after at most so many tokens of the sink prefix: more would only cost time."""
+"""Maximum tokens of the sink prefix that chunks are computed after: more would only cost time."""
 SHIFT = 5
 """Rounding is measured by what it does when all positions are this much higher: exact numbers would not change."""
 ROUNDING_FACTOR = 2.5
@@ -29,9 +29,9 @@ SMALL_EXACT, SMALL_HALF = 1e-3, 3e-2
 """Errors below this, in single and in half precision, are not compared with rounding. Keys not turned give 1e-1 and
 above; in half precision the experts that a token is sent to may change for no better reason than luck."""
 LAST_FACTOR = 10
-"""So many times as far off as the mean of all tokens the last one may be, in half precision."""
+"""Maximum error of the last token in half precision, in units of the mean over all tokens."""
 ATTEMPTS = 3
-"""So many prompts have to fail: with a mixture of experts, one may by chance."""
+"""Number of prompts that have to fail: with a mixture of experts, one may by chance."""
 OFF = (
     "the chunk cache is off, every request is prefilled as a whole: %s; "
     "please report this. self_test=false would use the cache nevertheless, at the risk of wrong answers"
@@ -61,6 +61,11 @@ class Trial(Protocol):
         ...
 
 
+def trial_sink(setting: str, sink: Sequence[int]) -> tuple[int, ...]:
+    """What of the sink prefix a trial's chunks are computed after, by the setting ``chunk_context``."""
+    return () if setting == "system" else tuple(sink[:CONTEXT_TOKENS])
+
+
 def trial_prompts(context_tokens: int, vocabulary: int, limit: int | None) -> list[ChunkedPrompt]:
     """Prompts of random tokens for chunks that are computed after ``context_tokens`` others. With :data:`SHIFT` they
     stay within ``limit`` positions; none when those are too few, as they then are for any request."""
@@ -73,8 +78,8 @@ def trial_prompts(context_tokens: int, vocabulary: int, limit: int | None) -> li
     ends = [context_tokens + system]
     for size in chunks:
         ends.append(ends[-1] + size)
-    chance = random.Random(0)
-    tokens = (tuple(chance.randrange(vocabulary) for _ in range(ends[-1] + question)) for _ in range(ATTEMPTS))
+    rng = random.Random(0)
+    tokens = (tuple(rng.randrange(vocabulary) for _ in range(ends[-1] + question)) for _ in range(ATTEMPTS))
     return [ChunkedPrompt(each, tuple(map(Span, ends, ends[1:]))) for each in tokens]
 
 

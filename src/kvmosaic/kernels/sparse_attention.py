@@ -21,7 +21,7 @@ except ImportError:  # then the torch reference is all there is, and nobody asks
 ROWS = 128
 """Rows of a tile: tokens times the query heads that share a KV head."""
 PART_KEYS, STEP = 512, 128
-"""A tile of up to so many keys is never cut; parts begin at multiples of so many."""
+"""Keys up to which a tile is never cut; key ranges begin at its multiples."""
 
 
 class Asking(NamedTuple):
@@ -39,11 +39,12 @@ class Queries:
 
     positions: torch.Tensor
     """``[tokens]`` int32, of all sequences."""
-    parts: torch.Tensor
-    """``[parts, 6]`` int32: a tile's first token, end, sequence, first key to read, end, and the slot that its result
-    waits in for those of the tile's other parts, or -1 where there are none; those with most to read first."""
+    key_ranges: torch.Tensor
+    """``[ranges, 6]`` int32: a tile's first token, end, sequence, first key to read, end, and the slot that the
+    result waits in for those of the tile's other ranges, or -1 where there are none; those with most to read
+    first."""
     split: torch.Tensor
-    """``[tiles, 4]`` int32, of the tiles with several parts: first token, end, first slot, end."""
+    """``[tiles, 4]`` int32, of the tiles with several ranges: first token, end, first slot, end."""
     slots: int
     blocks: torch.Tensor
     """``[sequences, blocks]`` int32."""
@@ -53,7 +54,7 @@ class Queries:
     @classmethod
     def of(cls, sequences: Sequence[Asking], group: int, device: torch.device, at_once: int) -> "Queries":
         """Put the tokens of some sequences, one after the other, into tiles, and these, if they are fewer than
-        ``at_once``, into about so many parts of equal size."""
+        ``at_once``, into about that many ranges of equal size."""
         size = ROWS // group
         assert size, f"{group} query heads share a KV head; at most {ROWS} may"
         found, first = [], 0
@@ -63,14 +64,14 @@ class Queries:
             keys = positions[ends - 1] + 1
             found.append(np.stack([first + begins, first + ends, np.full_like(begins, index), keys], axis=1))
             first += len(positions)
-        parts, split = _cut(np.concatenate(found), at_once)
+        key_ranges, split = _cut(np.concatenate(found), at_once)
         table = np.zeros((len(sequences), max(len(blocks) for _, blocks in sequences)), dtype=np.int32)
         for index, (_, blocks) in enumerate(sequences):
             table[index, : len(blocks)] = blocks
         positions = np.concatenate([positions for positions, _ in sequences])
         return cls(
             _sent(positions, device),
-            _sent(parts, device),
+            _sent(key_ranges, device),
             _sent(split, device),
             int(split[-1, 3]) if len(split) else 0,
             _sent(table, device),
@@ -79,7 +80,7 @@ class Queries:
 
 
 def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
-    """``parts`` and ``split`` of some tiles ``[tiles, 4]``: first token, end, sequence, keys."""
+    """``key_ranges`` and ``split`` of some tiles ``[tiles, 4]``: first token, end, sequence, keys."""
     keys = tiles[:, 3]
     enough = keys.max() if len(tiles) >= at_once else keys.sum() // at_once
     most = -(-max(PART_KEYS, int(enough)) // STEP) * STEP
@@ -88,16 +89,16 @@ def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
     ends = slots.cumsum()
     split = np.stack([tiles[:, 0], tiles[:, 1], ends - slots, ends], axis=1)[counts > 1]
     tile = np.repeat(np.arange(len(tiles)), counts)
-    place = np.arange(len(tile)) - (counts.cumsum() - counts)[tile]  # among the parts of its tile
+    place = np.arange(len(tile)) - (counts.cumsum() - counts)[tile]  # among the ranges of its tile
     width = (-(-keys // (counts * STEP)) * STEP)[tile]
     first, end = place * width, np.minimum((place + 1) * width, keys[tile])
     slot = np.where(counts[tile] > 1, (ends - slots)[tile] + place, -1)
-    parts = np.stack([*tiles[tile, :3].T, first, end, slot], axis=1)
-    return parts[np.argsort(first - end, kind="stable")], split
+    key_ranges = np.stack([*tiles[tile, :3].T, first, end, slot], axis=1)
+    return key_ranges[np.argsort(first - end, kind="stable")], split
 
 
-def parts_at_once(device: torch.device, kv_heads: int) -> int:
-    """How many parts keep a GPU busy, which computes one on each of its processors."""
+def key_ranges_at_once(device: torch.device, kv_heads: int) -> int:
+    """How many key ranges keep a GPU busy, which computes one on each of its processors."""
     return max(1, torch.cuda.get_device_properties(device).multi_processor_count // kv_heads)
 
 
@@ -125,14 +126,14 @@ def sparse_attention(
     v_padded = triton.next_power_of_2(v_dim)
     partial = torch.empty(slots, kv_heads, ROWS, v_padded, device=q.device)  # sums of weighted values
     sums = torch.empty(slots, kv_heads, 2, ROWS, device=q.device)  # of weights; and the highest score
-    _attend[(kv_heads, len(queries.parts))](
+    _attend[(kv_heads, len(queries.key_ranges))](
         q,
         cache,
         out,
         partial,
         sums,
         queries.positions,
-        queries.parts,
+        queries.key_ranges,
         queries.blocks,
         scale * 1.4426950408889634,  # the kernel's powers are of two
         *q.stride()[:2],
@@ -163,7 +164,7 @@ def sparse_attention_reference(
 ) -> None:
     """:func:`sparse_attention` in torch operations, one token after the other."""
     k_dim = q.shape[2]
-    for first, end, sequence, begin, *_ in queries.parts.tolist():
+    for first, end, sequence, begin, *_ in queries.key_ranges.tolist():
         for token in range(first, end) if begin == 0 else ():
             position = int(queries.positions[token])
             seen = torch.arange(0 if window is None else max(0, position + 1 - window), position + 1)
@@ -184,7 +185,7 @@ if triton is not None:
         partial,
         sums,
         positions,
-        parts,
+        key_ranges,
         blocks,
         scale,
         stride_q_token,
@@ -207,10 +208,10 @@ if triton is not None:
         PRECISION: tl.constexpr,
     ):
         head = tl.program_id(0)
-        part = parts + tl.program_id(1) * 6
-        first, end = tl.load(part), tl.load(part + 1)
-        blocks += tl.load(part + 2) * stride_blocks
-        first_key, end_key, slot = tl.load(part + 3), tl.load(part + 4), tl.load(part + 5)
+        mine = key_ranges + tl.program_id(1) * 6
+        first, end = tl.load(mine), tl.load(mine + 1)
+        blocks += tl.load(mine + 2) * stride_blocks
+        first_key, end_key, slot = tl.load(mine + 3), tl.load(mine + 4), tl.load(mine + 5)
         row = tl.arange(0, ROWS)
         token = first + row // GROUP
         live = token < end
@@ -268,7 +269,7 @@ if triton is not None:
         V_DIM: tl.constexpr,
         V_PADDED: tl.constexpr,
     ):
-        """Put the parts of a tile together."""
+        """Put the results of a tile's key ranges together."""
         head = tl.program_id(0)
         tile = tiles + tl.program_id(1) * 4
         first, end = tl.load(tile), tl.load(tile + 1)

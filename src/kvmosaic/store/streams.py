@@ -9,7 +9,7 @@ import torch
 _local = threading.local()
 
 
-def moment() -> torch.cuda.Event | None:
+def record_event() -> torch.cuda.Event | None:
     """The point that the calling thread's GPU work has reached; ``None`` where no GPU is in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
@@ -19,8 +19,8 @@ def moment() -> torch.cuda.Event | None:
 
 
 @contextmanager
-def beside(after: torch.cuda.Event | None) -> Iterator[None]:
-    """Copies made inside run on a stream of this thread's own, behind the moment ``after``. All are done at the end,
+def on_side_stream(after: torch.cuda.Event | None) -> Iterator[None]:
+    """Copies made inside run on a stream of this thread's own, behind ``after``. All are done at the end,
     so what they read may be freed and what they wrote may be used by any stream."""
     if after is None:
         yield

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.store.streams import beside, moment
+from kvmosaic.store.streams import on_side_stream, record_event
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class BackgroundWriter:
             if queued is not None and queued.level <= level:
                 return
             self._drop(entry.key)
-            self._jobs[entry.key] = _Job(entry, level, moment())
+            self._jobs[entry.key] = _Job(entry, level, record_event())
             self._queued_bytes += entry.nbytes
             self._start()
 
@@ -87,7 +87,7 @@ class BackgroundWriter:
                     self._thread = None
                     return
             try:
-                with beside(job.ready):
+                with on_side_stream(job.ready):
                     self._write(job.entry, job.level)
             except Exception:  # a dead writer would leave every later put waiting
                 logger.exception("could not write entry %s; it stays in the faster tiers", job.entry.key)

@@ -5,7 +5,6 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,19 +15,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from kvmosaic.blend import Policy, choose, policy_named
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError, PromptError, UnsupportedModelError
-from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.core.sink import sink_tokens
-from kvmosaic.engines.chunk_cache import ChunkCache, Missing
-from kvmosaic.engines.hf.assembled import HFAssembled
+from kvmosaic.engines.chunk_cache import Missing
+from kvmosaic.engines.hf.chunk_cache import HFChunkCache
 from kvmosaic.engines.hf.model import HFModel, max_positions
 from kvmosaic.engines.hf.plain import Decoded, plain_generate
+from kvmosaic.engines.hf.probe import HFProbe
 from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.engines.hf.sampling import Sampler, SamplingParams, stop_ids
 from kvmosaic.engines.hf.self_test import self_test
-from kvmosaic.engines.results import ChunkReport, RequestOutput
+from kvmosaic.engines.identity import model_name, sink_of
+from kvmosaic.engines.results import ChunkReport, Fallback, RequestOutput
 from kvmosaic.engines.self_test import OFF
 from kvmosaic.models import resolve
 
@@ -87,15 +86,15 @@ class LLM:
         )
         self.max_positions = max_positions(self.model)
         self._engine: HFModel | None = None
-        self._chunk_cache: ChunkCache | None = None
-        self._off_reason: str | None = "disabled"
+        self._chunk_cache: HFChunkCache | None = None
+        self._off_reason: str | None = Fallback.DISABLED.value
         if self.config.enable_chunk_cache:
             self._start_chunk_cache()
         else:
             logger.info("the chunk cache is off; pass enable_chunk_cache=True to use it")
 
     def _start_chunk_cache(self) -> None:
-        sink = self._sink_tokens()
+        sink = sink_of(self.config, self.model.generation_config.bos_token_id, self.tokenizer)
         try:
             self._engine = HFModel(self.model)
         except Exception as error:  # whatever a model does with our cache: it can still generate without
@@ -112,15 +111,16 @@ class LLM:
             self._engine = None
             logger.error(OFF, self._off_reason)
             return
-        # The last part of a path or hub name: the same model has the same name wherever its folder is.
-        name = Path(self.model.name_or_path).name or f"{type(self.model).__name__}-{self._engine.weights}"
-        share = HeadShare.of_rank(0, 1, self._engine.format.heads, self._engine.format.layers)
-        self._chunk_cache = ChunkCache(self.config, name, sink, self.parser, self._engine, share, self.max_positions)
-
-    def _sink_tokens(self) -> list[int]:
-        bos = self.model.generation_config.bos_token_id
-        encode = None if self.tokenizer is None else partial(self.tokenizer.encode, add_special_tokens=False)
-        return sink_tokens(self.config.sink_prefix, self.config.chunk_separator, bos, encode)
+        known_as = self.model.name_or_path
+        name = model_name(known_as) if known_as else f"{type(self.model).__name__}-{self._engine.weights}"
+        self._chunk_cache = HFChunkCache(
+            self.config,
+            name,
+            parser=self.parser,
+            engine=self._engine,
+            sink=sink,
+            max_positions=self.max_positions,
+        )
 
     @property
     def engine(self) -> HFModel:
@@ -130,7 +130,7 @@ class LLM:
         return self._engine
 
     @property
-    def chunk_cache(self) -> ChunkCache:
+    def chunk_cache(self) -> HFChunkCache:
         """The chunk cache: ``get_stats()``, ``clear()``, ``warm(documents)``."""
         if self._chunk_cache is None:
             raise ConfigError(f"the chunk cache is off: {self._off_reason}")
@@ -221,11 +221,9 @@ class LLM:
         parse_seconds: float,
     ) -> RequestOutput:
         start = time.perf_counter() - parse_seconds
-        reason = self._off_reason if use_chunk_cache else "disabled"
+        reason = self._off_reason if use_chunk_cache else Fallback.DISABLED.value
         if reason is None and prompt.chunks and not self.chunk_cache.serves(len(prompt.token_ids)):
-            reason = "rope-length"
-        if reason is None and prompt.chunks and sum(map(len, prompt.chunks)) < self.config.blend_min_tokens:
-            reason = "few-tokens"
+            reason = Fallback.ROPE_LENGTH.value
         assembled: Assembled | None = None
         if prompt.chunks and reason is None:
             with self.engine.session():
@@ -288,7 +286,7 @@ class LLM:
                 reports[span] = ChunkReport(span, "filled", None, reason)
                 filled.add(entry.key)
         reused = ChunkedPrompt(prompt.token_ids, tuple(usable))
-        assembled = HFAssembled(reused, prompt.question, engine, kv)
+        assembled = HFProbe(reused, prompt.question, engine, kv)
         selection = choose(policy or self._policy, assembled, ratio)
         logits = engine.blend(reused, selection, kv, length)[-1]
         return Assembled(

@@ -18,6 +18,7 @@ from kvmosaic.engines.hf.attention import AttentionPlan, Observer, active_plan, 
 from kvmosaic.engines.hf.narrowing import Narrowing, decoder_layers
 from kvmosaic.engines.hf.request_kv import CapturedKV, RequestKV
 from kvmosaic.engines.hf.rotary import find_tables, regime_of, rope_switches
+from kvmosaic.engines.identity import config_identity
 from kvmosaic.engines.rotary import LayerRotary, explain_layer, turns_for
 from kvmosaic.kernels.remap import remap
 
@@ -57,7 +58,7 @@ class HFModel:
         config = model.config.get_text_config().to_dict()
         self._identity: dict[str, object] = {
             "weights": self.weights,
-            "config": {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")},
+            "config": config_identity(config),
             "attention": attention,
             "format": self.format,
             "columns": [rotary.columns if rotary else None for rotary in self._rotary],

@@ -10,21 +10,20 @@ from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.hf.model import HFModel
 from kvmosaic.engines.hf.request_kv import RequestKV
-from kvmosaic.engines.self_test import CONTEXT_TOKENS, SHIFT, failure, trial_entry, trial_prompts
+from kvmosaic.engines.identity import chunk_context
+from kvmosaic.engines.self_test import SHIFT, failure, trial_entry, trial_prompts, trial_sink
 
 
-def self_test(engine: HFModel, sink: Sequence[int], chunk_context: str) -> str | None:
-    """Why chunks of this model must not be reused, in one line; ``None`` when all is well."""
+def self_test(engine: HFModel, sink: Sequence[int], context: str) -> str | None:
+    """Why chunks of this model must not be reused, in one line; ``None`` when all is well. ``context`` is the setting
+    ``chunk_context``."""
     vocabulary = engine.model.config.get_text_config().vocab_size
-    after = () if chunk_context == "system" else tuple(sink[:CONTEXT_TOKENS])
+    after = trial_sink(context, sink)
     prompts = trial_prompts(len(after), vocabulary, engine.max_positions)
     while prompts and engine.fingerprint(len(prompts[0].token_ids) + SHIFT) is None:
         # Past a length of their own, some models have other rotary tables for every prompt.
         prompts = trial_prompts(len(after), vocabulary, (len(prompts[0].token_ids) + SHIFT) // 2)
-    trials = (
-        HFTrial(engine, prompt, prompt.tokens_of(prompt.system) if chunk_context == "system" else after)
-        for prompt in prompts
-    )
+    trials = (HFTrial(engine, prompt, chunk_context(context, prompt, after)) for prompt in prompts)
     return failure(trials, engine.format.dtype)
 
 

@@ -2,14 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.vllm.telemetry.cost import Line
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkLoad:
     """What the worker has to do for one request before its next forward."""
 
@@ -18,36 +18,36 @@ class ChunkLoad:
     digests: tuple[bytes, ...]
     """Content hash of each chunk."""
     ratio: float
-    first: int
-    """Tokens that vLLM's own prefix cache already holds."""
-    blocks: tuple[tuple[int, ...], ...]
-    """The request's block ids, per KV cache group."""
-    shared: bool
-    """Whether other requests may find what is stored for this one; not if it came with a ``cache_salt``."""
     policy: str
     """Name and options of the policy that chooses what is recomputed."""
+    start: int
+    """The first token to bring: vLLM's own prefix cache has those before it."""
+    shared_until: int
+    """Tokens in blocks that other requests may use, too; those behind them are this request's own."""
+    blocks: tuple[tuple[int, ...], ...]
+    """The request's block ids, per KV cache group."""
+    spare: tuple[int, ...]
+    """Blocks behind the request's own, for filling chunks and for probing the question, for this step alone."""
+    is_shared: bool
+    """Whether other requests may find what is stored for this one; not if it came with a ``cache_salt``."""
     fill: bool
     """Whether missing chunks are filled first; else they are computed as ordinary text."""
-    own: int
-    """Tokens in blocks before those that only this request uses."""
-    spare: tuple[int, ...]
-    """Blocks behind the request's own, for filling chunks and for probing the question, and not a step longer."""
     at_once: int | None
     """Tokens to compute in this step, the others in the following ones; ``None``: all in this step, which goes on
     with the question."""
 
     def unless_shared(self) -> "ChunkLoad":
-        """The load, at once if it writes blocks that another request is about to use: not after that one did."""
-        is_shared = self.at_once is not None and self.first < self.own
-        return replace(self, at_once=self.prompt.question.start) if is_shared else self
+        """The load, at once if it writes blocks that another request is about to use: not after that request did."""
+        writes_shared = self.at_once is not None and self.start < self.shared_until
+        return replace(self, at_once=self.prompt.question.start) if writes_shared else self
 
     def blend_digest(self) -> bytes:
         """Everything that a policy's choice depends on."""
         text = repr((self.prompt.chunks, self.ratio, self.policy))
-        return hashlib.sha256(text.encode() + self.prompt.words.tobytes()).digest()
+        return hashlib.sha256(text.encode() + self.prompt.token_array.tobytes()).digest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkFetch:
     """Entries to bring to the fastest tier, while other requests run, for a request that waits for them."""
 
@@ -56,7 +56,7 @@ class ChunkFetch:
     """Content hash and number of tokens of each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkFill:
     """Missing chunks to fill together in the background, behind the step's own forward."""
 
@@ -68,37 +68,35 @@ class ChunkFill:
     """Room for the context and all of them, per KV cache group, for this step alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefixLoad:
-    """Exact prefix blocks to bring for one request before its next forward."""
+    """Exact prefix segments to bring for one request before its next forward."""
 
     request_id: str
     tokens: tuple[int, ...]
-    """The request's tokens up to where they end."""
+    """The request's tokens up to where the segments end."""
     digests: tuple[bytes, ...]
-    """Content hash of each part, from the first token on."""
-    part: int
-    """Tokens of each part."""
-    first: int
-    """Tokens that vLLM's own prefix cache already holds."""
+    """Content hash of each segment, from the first token on."""
+    segment_tokens: int
+    start: int
+    """The first token to bring: vLLM's own prefix cache has those before it."""
     blocks: tuple[tuple[int, ...], ...]
     """The request's block ids, per KV cache group."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefixSave:
-    """Exact prefix blocks to store before this step writes anything."""
+    """Exact prefix segments to store before this step writes anything."""
 
     tokens: tuple[int, ...]
-    """The request's tokens up to where they end."""
-    parts: tuple[tuple[int, bytes], ...]
-    """Position and content hash of each part."""
-    part: int
-    """Tokens of each part."""
+    """The request's tokens up to where the segments end."""
+    segments: tuple[tuple[int, bytes], ...]
+    """Position and content hash of each."""
+    segment_tokens: int
     blocks: tuple[int, ...]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StepWork(KVConnectorMetadata):
     """From the scheduler to every worker."""
 
@@ -115,10 +113,20 @@ class StepWork(KVConnectorMetadata):
 
     @property
     def is_empty(self) -> bool:
-        return self == StepWork(self.engine_id)
+        return self == StepWork(engine_id=self.engine_id)
 
 
-@dataclass(frozen=True)
+class Line(NamedTuple):
+    """A measured cost: ``fixed + per_token · tokens`` seconds."""
+
+    fixed: float
+    per_token: float
+
+    def seconds(self, tokens: int) -> float:
+        return self.fixed + self.per_token * tokens if tokens else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """What changed on one tensor-parallel rank."""
 
@@ -130,8 +138,8 @@ class RankReport:
     fetched: list[str]
     """Requests whose fetch is done."""
     costs: dict[str, Line]
-    """What computing tokens (``blend``) and moving them into place (``remap``) takes, as measured so far."""
-    off: bool
+    """What computing tokens (``blend``) and moving them into place (``remap``) takes, as measured until now."""
+    is_off: bool
     """Whether it failed its self-test, so that nothing may be reused."""
 
 

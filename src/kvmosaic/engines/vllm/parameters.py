@@ -4,8 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
 
-from kvmosaic.blend import Policy, policy_named
-from kvmosaic.core.errors import ConfigError, PromptError
+from kvmosaic.core.errors import PromptError
 
 
 class RequestParameters(BaseModel):
@@ -28,19 +27,3 @@ class RequestParameters(BaseModel):
             first = error.errors(include_url=False, include_context=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise PromptError(f"kv_transfer_params: {where}: {first['msg']}") from None
-
-
-def looks_inside(spec: str, ratio: float) -> bool:
-    """Whether tokens are recomputed that see reused ones of their own chunk."""
-    return 0 < ratio < 1 and not policy_named(spec).picks_starts
-
-
-def policy_served(spec: str, num_layers: int) -> Policy:
-    """The policy of that name, if vLLM can do what it asks for with a model of so many layers."""
-    policy = policy_named(spec)
-    policy.check(num_layers)
-    if policy.narrows:
-        raise ConfigError(
-            f"policy {spec}: sets that shrink from layer to layer need the embedded engine; give one layer"
-        )
-    return policy

@@ -7,8 +7,8 @@ exists under the same name in the oldest and in the newest supported release.
 import re
 from typing import Any
 
+from kvmosaic.blend import Policy, policy_named
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.engines.vllm.parameters import policy_served
 
 SUPPORTED_VLLM = ((0, 26), (0, 33))
 """Releases that were tried: from the first, up to but not including the second."""
@@ -116,3 +116,19 @@ def _cache_problems(vllm_config: Any) -> list[str]:
             "use ngram or suffix, or turn it off"
         )
     return problems
+
+
+def looks_inside(spec: str, ratio: float) -> bool:
+    """Whether tokens are recomputed that see reused ones of their own chunk."""
+    return 0 < ratio < 1 and not policy_named(spec).picks_starts
+
+
+def policy_served(spec: str, num_layers: int) -> Policy:
+    """The policy of that name, if vLLM can do what it asks for with a model of ``num_layers``."""
+    policy = policy_named(spec)
+    policy.check(num_layers)
+    if policy.narrows:
+        raise ConfigError(
+            f"policy {spec}: sets that shrink from layer to layer need the embedded engine; give one layer"
+        )
+    return policy

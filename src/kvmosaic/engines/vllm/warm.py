@@ -26,7 +26,7 @@ class VllmWarmer(Warmer):
 
     def __init__(self, model: str, dtype: str, options: str, **settings: Any) -> None:
         """``options`` are those of ``vllm serve`` that make a difference to KV, as on its command line."""
-        fills = {"miss_policy": "fill-first", "recompute_ratio": 0.0, "blend_min_tokens": 0}
+        fills = {"miss_policy": "fill-first", "recompute_ratio": 0.0}
         self._llm = LLM(model, dtype=dtype, **parse_options(options), **(settings | fills))
         off = self._llm.get_stats()["off_reason"]
         if off is not None:

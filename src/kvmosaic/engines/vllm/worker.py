@@ -3,13 +3,17 @@
 vLLM hands a connector the paged KV cache but not the model; filling and blending need both.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.platforms import current_platform
 
 from kvmosaic.core.config import load_config
+from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
+
+if TYPE_CHECKING:
+    from kvmosaic.engines.vllm.worker_side.side import WorkerSide
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -43,15 +47,14 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def chunk_cache_warm_states(self, chunks: list[list[int]]) -> list[str]:
         """For each document: ``kept``, ``missing`` or ``too-long``."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        from kvmosaic.engines.vllm.worker_side.loader import ANY_LENGTH
-
-        return list(get_kv_transfer_group().loader.cache.warm_states(chunks, ANY_LENGTH))
+        return list(_worker_side().cache.warm_states(chunks, ANY_LENGTH))
 
     def chunk_cache_stats(self) -> dict[str, Any]:
         """Statistics of this worker's chunk cache."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        side = _worker_side()
+        return {**side.cache.get_stats(), "off_reason": side.off_reason}
 
-        loader = get_kv_transfer_group().loader
-        return {**loader.cache.get_stats(), "off_reason": loader.off_reason}
+
+def _worker_side() -> "WorkerSide":
+    side: WorkerSide = get_kv_transfer_group().worker
+    return side

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-from vllm.distributed import get_tp_group
 
 from kvmosaic.core.heads import HeadShare
+from kvmosaic.engines.vllm.compat.running import get_tp_group
 
 T = TypeVar("T")
 

@@ -8,11 +8,12 @@ import torch
 
 from kvmosaic.core.rotation import CosSin
 from kvmosaic.engines.rotary import LayerRotary, explain_layer
-from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.compat.rotary import rotary_modules, rotary_table
+from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
 ANY_LENGTH = 0
-"""vLLM's rotary tables, and so its keys, do not depend on a prompt's length."""
+"""Prompt length for which keys and tables are asked: vLLM's rotary tables do not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,7 @@ class VllmTable:
     @property
     def tensor(self) -> torch.Tensor:
         """``[positions, width]``: cos, then sin."""
-        both: torch.Tensor | None = getattr(self.module, "long_short_cos_sin_cache", None)
-        if both is None:
-            return self.module.cos_sin_cache
-        # Two tables one after the other; vLLM picks one when it starts.
-        return both[self.module.original_max_position_embeddings :] if self.module.use_long_rope else both
+        return rotary_table(self.module)
 
     def rows(self, positions: Sequence[int], sequence_length: int) -> CosSin:
         """Table rows at ``positions``; vLLM's tables do not depend on the sequence's length."""
@@ -37,15 +34,13 @@ class VllmTable:
         return CosSin(cos, sin)
 
 
-def measure_rotary(
-    forward: SparseForward, model: torch.nn.Module, blocks: Sequence[Sequence[int]]
-) -> list[LayerRotary | None]:
-    """Compute the same tokens at two places and explain what changed, layer by layer. Nobody uses ``blocks``."""
+def measure_rotary(forward: SparseForward, model: torch.nn.Module) -> list[LayerRotary | None]:
+    """Compute the same tokens at two places and explain what changed, layer by layer. No block is in use yet."""
     tokens = list(range(3, 15))
     old, new = range(len(tokens)), range(29, 29 + len(tokens))
-    row = Row(tokens, 0, blocks)
-    at_old, at_new = forward.capture([row]), forward.capture([row], shift=new.start)
-    tables = find_tables(model)
+    run = Run(tokens, 0, forward.kv.free_blocks)
+    at_old, at_new = forward.capture([run]), forward.capture([run], shift=new.start)
+    tables = [VllmTable(module) for module in rotary_modules(model)]
     return [
         explain_layer(
             layer,
@@ -55,15 +50,5 @@ def measure_rotary(
             new,
             tables,
         )
-        for layer in range(len(forward.layers))
+        for layer in range(len(forward.kv))
     ]
-
-
-def find_tables(model: torch.nn.Module) -> list[VllmTable]:
-    """All rotary tables of the model, each once."""
-    modules = {
-        id(module): module
-        for module in model.modules()
-        if hasattr(module, "cos_sin_cache") or hasattr(module, "long_short_cos_sin_cache")
-    }
-    return [VllmTable(module) for module in modules.values()]

@@ -1,14 +1,17 @@
 """Tokens to compute, as runs of paged sequences."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 
-class Row(NamedTuple):
-    """A run of consecutive tokens of one paged sequence."""
+class Run(NamedTuple):
+    """Consecutive tokens of one paged sequence."""
 
     tokens: Sequence[int]
     start: int
@@ -30,22 +33,69 @@ class PagedTokens(NamedTuple):
     """Per KV cache group."""
 
 
-def cut(rows: Sequence[Row], room: int) -> tuple[list[Row], list[Row]]:
-    """The first ``room`` tokens of some rows, and the others."""
-    first: list[Row] = []
-    for index, row in enumerate(rows):
-        if len(row.tokens) > room:
-            head = [Row(row.tokens[:room], row.start, row.blocks)] if room else []
-            tail = Row(row.tokens[room:], row.start + room, row.blocks)
-            return first + head, [tail, *rows[index + 1 :]]
-        first.append(row)
-        room -= len(row.tokens)
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Runs that go through the model together. What several stages need to know of them is computed once."""
+
+    runs: Sequence[Run]
+    block_sizes: Sequence[int]
+    """Tokens per block, per KV cache group."""
+    device: torch.device
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(len(run.tokens) for run in self.runs)
+
+    @cached_property
+    def sequences(self) -> list[PagedTokens]:
+        """Neighbouring runs of one sequence put together; their tokens stay in order."""
+        groups = (list(group) for _, group in groupby(self.runs, key=lambda run: id(run.blocks)))
+        return [
+            PagedTokens(np.concatenate([np.arange(run.start, run.end) for run in runs]), runs[0].blocks)
+            for runs in groups
+        ]
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor:
+        """``[tokens]`` int32."""
+        ids = np.array([token for run in self.runs for token in run.tokens], dtype=np.int32)
+        return torch.from_numpy(ids).to(self.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """``[tokens]`` int64."""
+        return torch.from_numpy(np.concatenate([each.positions for each in self.sequences])).to(self.device)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """Slot of each token, per KV cache group, ``[groups, tokens]`` int64."""
+        slots = [
+            np.concatenate(
+                [
+                    np.asarray(blocks[group], dtype=np.int64)[positions // size] * size + positions % size
+                    for positions, blocks in self.sequences
+                ]
+            )
+            for group, size in enumerate(self.block_sizes)
+        ]
+        return torch.from_numpy(np.stack(slots)).to(self.device)
+
+
+def cut(runs: Sequence[Run], room: int) -> tuple[list[Run], list[Run]]:
+    """The first ``room`` tokens of some runs, and the others."""
+    first: list[Run] = []
+    for index, run in enumerate(runs):
+        if len(run.tokens) > room:
+            head = [Run(run.tokens[:room], run.start, run.blocks)] if room else []
+            rest = Run(run.tokens[room:], run.start + room, run.blocks)
+            return first + head, [rest, *runs[index + 1 :]]
+        first.append(run)
+        room -= len(run.tokens)
     return first, []
 
 
-def by_sequence(rows: Sequence[Row]) -> list[PagedTokens]:
-    """Neighbouring rows of one sequence put together; their tokens stay in order."""
-    return [
-        PagedTokens(np.concatenate([np.arange(row.start, row.end) for row in run]), run[0].blocks)
-        for run in (list(group) for _, group in groupby(rows, key=lambda row: id(row.blocks)))
-    ]
+def runs_of(wanted: np.ndarray, tokens: Sequence[int], blocks: Sequence[Sequence[int]]) -> list[Run]:
+    """The ``wanted`` tokens, ``[tokens]`` bool, of a sequence as runs."""
+    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [Run(tokens[start:end], start, blocks) for start, end in pairs]

@@ -1,45 +1,61 @@
 """Attention of short runs by our own kernel, where that is cheaper than the backend's.
 
-A backend reads the KV before a run for that run alone; our kernel once for all tokens of a tile. But tile by tile the
-backend's is the faster one: by how much is measured at start, on the GPU, the model and the backend at hand.
+A backend reads the KV before a run for that run alone; our kernel reads it once for all tokens of a tile. Tile by
+tile the backend is the faster one: by how much is measured at start, on the GPU, the model and the backend at hand.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from kvmosaic.engines.vllm.compat import paged_cache
+from kvmosaic.engines.vllm.compat.layers import (
+    attend_by_backend,
+    is_plain_attention,
+    paged_cache,
+    softmax_scale,
+    window_of,
+)
+from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
+from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
 from kvmosaic.engines.vllm.forward.ranks import Ranks
-from kvmosaic.engines.vllm.forward.runs import PagedTokens, Row, by_sequence
-from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, parts_at_once, sparse_attention
-
-if TYPE_CHECKING:
-    from kvmosaic.engines.vllm.forward.sparse import SparseForward
+from kvmosaic.engines.vllm.forward.runs import PagedTokens, Run
+from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, key_ranges_at_once, sparse_attention
 
 CONTEXT_TOKENS, RUN_TOKENS, REPEATS = 8192, 1024, 5
-"""The speed of both is that for one run, behind so much context; the median of so many times."""
+"""Context, run length and repetitions with which the speed of both ways is measured."""
 
 
 class TileAttention:
     """Attends by tiles of tokens, which need not be neighbours."""
 
-    def __init__(self, forward: "SparseForward", num_blocks: int, ranks: Ranks) -> None:
-        """Nobody uses any of the ``num_blocks`` blocks yet."""
-        layer = forward.layers[0]
+    def __init__(self, kv: KVLayers, slowdown: float = 1.0) -> None:
+        """``slowdown``: how much longer our kernel takes for one run than the backend does."""
+        layer = kv.layers[0]
+        self.slowdown = slowdown
+        self._device = kv.device
         self._group = layer.num_heads // layer.num_kv_heads
         self._tokens = ROWS // self._group
-        self._at_once = parts_at_once(forward.device, layer.num_kv_heads)
-        self._device = forward.device
-        # Ranks have to decide alike, or they would wait for each other in different passes.
-        self.slowdown = ranks.first(self._measure(forward, num_blocks))
-        """How much longer our kernel takes for one run than the backend does."""
+        self._at_once = key_ranges_at_once(kv.device, layer.num_kv_heads)
 
-    def is_cheaper(self, rows: Sequence[Row]) -> bool:
-        """Whether to compute ``rows`` in tiles."""
-        theirs = sum(-(-len(row.tokens) // self._tokens) * row.end for row in rows)
-        ours = sum(len(row.tokens) * row.end for row in rows) / self._tokens
+    @classmethod
+    def measure(
+        cls, kv: KVLayers, metadata: MetadataBuilder, ranks: Ranks, max_tokens: int
+    ) -> "TileAttention | None":
+        """``None`` where our kernel does not compute what the layers do. No block is in use yet; ``max_tokens`` is
+        the longest sequence."""
+        if not all(map(is_plain_attention, kv.layers)) or len({layer.num_heads for layer in kv.layers}) > 1:
+            return None
+        tiles = cls(kv)
+        # Ranks have to decide alike, or they would wait for each other in different passes.
+        tiles.slowdown = ranks.first(tiles._measure(kv, metadata, max_tokens))
+        return tiles
+
+    def is_cheaper(self, runs: Sequence[Run]) -> bool:
+        """Whether to compute ``runs`` in tiles."""
+        theirs = sum(-(-len(run.tokens) // self._tokens) * run.end for run in runs)
+        ours = sum(len(run.tokens) * run.end for run in runs) / self._tokens
         return ours * self.slowdown < theirs
 
     def queries(self, sequences: Sequence[PagedTokens]) -> Queries:
@@ -49,25 +65,26 @@ class TileAttention:
 
     def attend(self, layer: Any, q: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:
         """Attention of ``q`` ``[tokens, heads, dim]`` over a layer's cache, into ``out``."""
-        sparse_attention(q, paged_cache(layer), queries, layer.impl.scale, layer.sliding_window, out)
+        sparse_attention(q, paged_cache(layer), queries, softmax_scale(layer), window_of(layer), out)
 
-    def _measure(self, forward: "SparseForward", num_blocks: int) -> float:
-        layer, size = forward.layers[forward.full_layers[0] if forward.full_layers else 0], forward.block_sizes[0]
-        context = min(CONTEXT_TOKENS // size, forward.max_tokens // size, num_blocks - 1) * size
+    def _measure(self, kv: KVLayers, metadata: MetadataBuilder, max_tokens: int) -> float:
+        layer, size = kv.layers[kv.full[0] if kv.full else 0], kv.block_sizes[0]
+        context = min(CONTEXT_TOKENS // size, max_tokens // size, kv.num_blocks - 1) * size
         tokens = min(RUN_TOKENS, context)
         blocks = [range(1, context // size + 1)]
-        row = Row(range(tokens), context - tokens, blocks)
+        run = Run(range(tokens), context - tokens, blocks)
+        work = kv.make_pass([run])
         q, k, v, out = self._draw(layer, tokens)
-        queries = self.queries(by_sequence([row]))
-        metadata = forward.metadata([row])[layer.layer_name]
+        queries = self.queries(work.sequences)
+        told = metadata.build(work)[layer.layer_name]
         with torch.inference_mode():
             # No request shall wait until a kernel is compiled, neither for long runs nor for lone tokens.
-            for other in {layer.sliding_window: layer for layer in forward.layers}.values():
-                for each in (row, Row(range(1), context - 1, blocks)):
+            for other in {window_of(layer): layer for layer in kv.layers}.values():
+                for each in (run, Run(range(1), context - 1, blocks)):
                     asking, _, _, result = self._draw(other, len(each.tokens))
-                    self.attend(other, asking, self.queries(by_sequence([each])), result)
+                    self.attend(other, asking, self.queries(kv.make_pass([each]).sequences), result)
             ours = _seconds(lambda: self.attend(layer, q, queries, out))
-            theirs = _seconds(lambda: layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, output=out))
+            theirs = _seconds(lambda: attend_by_backend(layer, q, k, v, told, out))
         return ours / theirs
 
     def _draw(self, layer: Any, tokens: int) -> list[torch.Tensor]:

@@ -7,23 +7,22 @@ from typing import NamedTuple
 
 import torch
 
-from kvmosaic.blend.base import Part as KVPart
+from kvmosaic.blend.base import KVPart
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
 from kvmosaic.core.window import WindowTails
-from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.chunk_cache import KV
+from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
-KV = tuple[torch.Tensor, torch.Tensor]
-"""K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
 
+class RunRange(NamedTuple):
+    """Some consecutive tokens of a run."""
 
-class Part(NamedTuple):
-    """Some consecutive tokens of a row."""
-
-    row: int
+    run: int
+    """Its place in a list of runs."""
     start: int
     end: int
-    """Positions ``start .. end-1`` of the row's sequence."""
+    """Positions ``start .. end-1`` of the run's sequence."""
 
 
 class RequestBlocks(ABC):
@@ -35,14 +34,14 @@ class RequestBlocks(ABC):
 
     @abstractmethod
     def place(
-        self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int
+        self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], start: int
     ) -> torch.cuda.Event | None:
-        """Remap entries to ascending positions of a sequence, except below ``first``: those are in blocks that other
+        """Remap entries to ascending positions of a sequence, except below ``start``: those are in blocks that other
         requests may share. When that will be over, if it happens beside the engine's stream."""
 
     @abstractmethod
-    def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
-        """Run rows, and return the KV of some parts of them."""
+    def compute(self, runs: Sequence[Run], ranges: Sequence[RunRange]) -> list[KV]:
+        """Compute runs, and return the KV of some ranges of them."""
 
     @property
     @abstractmethod
@@ -67,32 +66,34 @@ class RequestBlocks(ABC):
     def fill(
         self, context: Sequence[int], chunks: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
     ) -> list[KV]:
-        """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that nobody else uses. They
+        """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses. They
         have room for any one of the chunks, and take as many at a time as fit.
 
         The context is computed once, as far as it fills blocks; its rest, which shares a block with the chunk, for
         each of them."""
         assert VIRTUAL_POS_START == 0
-        sizes = self._forward.block_sizes
+        sizes = self._forward.kv.block_sizes
         shared = len(context) // lcm(*sizes) * lcm(*sizes)
         first = [shared // size for size in sizes]
         results: list[KV] = []
-        rows = [Row(context[:shared], 0, blocks)] if shared else []
+        runs = [Run(context[:shared], 0, blocks)] if shared else []
         used = list(first)
 
-        def run_rows() -> None:
-            parts = [Part(index, len(context), row.end) for index, row in enumerate(rows) if row.end > len(context)]
-            results.extend(self.compute(rows, parts))
-            rows.clear()
+        def compute() -> None:
+            ranges = [
+                RunRange(index, len(context), run.end) for index, run in enumerate(runs) if run.end > len(context)
+            ]
+            results.extend(self.compute(runs, ranges))
+            runs.clear()
 
         for chunk in chunks:
             end = len(context) + len(chunk)
             need = [-(-end // size) - known for size, known in zip(sizes, first, strict=True)]
             if any(u + n > len(row) for u, n, row in zip(used, need, blocks, strict=True)):
-                run_rows()
+                compute()
                 used = list(first)
             own = [(*row[:k], *row[u : u + n]) for row, k, u, n in zip(blocks, first, used, need, strict=True)]
-            rows.append(Row([*context[shared:], *chunk], shared, own))
+            runs.append(Run([*context[shared:], *chunk], shared, own))
             used = [u + n for u, n in zip(used, need, strict=True)]
-        run_rows()
+        compute()
         return results

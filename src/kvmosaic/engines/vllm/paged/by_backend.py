@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvmosaic.blend.base import Part as KVPart
+from kvmosaic.blend.base import KVPart
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.rotation import CosSin, rotate_
 from kvmosaic.core.window import WindowTails
+from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.rotary import LayerRotary, turns_for
-from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
-from kvmosaic.engines.vllm.paged.base import KV, Part, RequestBlocks
+from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
 from kvmosaic.engines.vllm.paged.layout_probe import BlockReader
 
 
@@ -23,20 +24,20 @@ class _Kept:
     tokens: torch.Tensor
     """Which they are among the tokens of all entries, ``[kept]``."""
     skipped: int
-    """So many of them, the first, are not to be written."""
+    """Number of them, the first ones, that are not to be written."""
     positions: torch.Tensor
     """Where the others go, ``[kept - skipped]``."""
 
     @classmethod
-    def of(cls, moves: Sequence[tuple[ChunkKV, int]], counts: Sequence[int], first: int) -> "_Kept":
-        """The last ``counts`` of each entry; what would go to a position below ``first`` is not written."""
+    def of(cls, moves: Sequence[tuple[ChunkKV, int]], counts: Sequence[int], start: int) -> "_Kept":
+        """The last ``counts`` of each entry; what would go to a position below ``start`` is not written."""
         tokens, positions, end = [], [], 0
         for (entry, at), count in zip(moves, counts, strict=True):
             end, last = end + len(entry.tokens), at + len(entry.tokens)
             tokens.append(torch.arange(end - count, end))
             positions.append(torch.arange(last - count, last))
         places = torch.cat(positions)
-        skipped = int((places < first).sum())  # they ascend
+        skipped = int((places < start).sum())  # they ascend
         return cls(torch.cat(tokens), skipped, places[skipped:])
 
 
@@ -55,28 +56,28 @@ class BackendBlocks(RequestBlocks):
         self._rotary = rotary
         self._reader = reader
 
-    def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], first: int) -> None:
+    def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], start: int) -> None:
         if not moves:
             return
         assert all(entry.format.tails == self.tails for entry, _ in moves)
-        forward, windowed = self._forward, self.tails.layers
+        kv, windowed = self._forward.kv, self.tails.layers
         # vLLM's tables do not depend on a prompt's length.
         turns = turns_for(moves, 0, self._rotary)
-        moved = [replace(entry, data=entry.data.to(forward.device, non_blocking=True)) for entry, _ in moves]
-        everything = _Kept.of(moves, [len(entry.tokens) for entry, _ in moves], first)
-        tail = _Kept.of(moves, [min(len(entry.tokens), self.tails.tokens) for entry, _ in moves], first)
-        slots = {kept: forward.slots(kept.positions.to(forward.device), blocks) for kept in (everything, tail)}
-        for index, layer in enumerate(forward.layers):
+        moved = [replace(entry, data=entry.data.to(kv.device, non_blocking=True)) for entry, _ in moves]
+        everything = _Kept.of(moves, [len(entry.tokens) for entry, _ in moves], start)
+        tail = _Kept.of(moves, [min(len(entry.tokens), self.tails.tokens) for entry, _ in moves], start)
+        slots = {kept: kv.slots(kept.positions.to(kv.device), blocks) for kept in (everything, tail)}
+        for index, layer in enumerate(kv.layers):
             kept = tail if index in windowed else everything
             # [heads, tokens, dim] of all entries
-            k, v = (torch.cat(parts, dim=1) for parts in zip(*(entry.layer(index) for entry in moved), strict=True))
+            k, v = (torch.cat(rows, dim=1) for rows in zip(*(entry.layer(index) for entry in moved), strict=True))
             turn = turns[index]
             if turn is not None:
-                rows = CosSin(*(part[kept.tokens.to(part.device)] for part in turn.turn))
-                rotate_(k if turn.columns.part == "k" else v, rows, turn.columns)
+                angles = CosSin(*(rows[kept.tokens.to(rows.device)] for rows in turn.turn))
+                rotate_(k if turn.columns.part == "k" else v, angles, turn.columns)
             # [tokens, heads, dim], as backends take it
-            k, v = (part[:, kept.skipped :].transpose(0, 1).contiguous() for part in (k, v))
-            forward.write(layer, k, v, slots[kept])
+            k, v = (rows[:, kept.skipped :].transpose(0, 1).contiguous() for rows in (k, v))
+            kv.write(layer, k, v, slots[kept])
 
     def reused(
         self,
@@ -89,7 +90,7 @@ class BackendBlocks(RequestBlocks):
         which = 0 if part == "k" else 1
         turns = turns_for(moves, 0, [self._rotary[layer] for layer in layers])
         for layer, turn in zip(layers, turns, strict=True):
-            rows = torch.cat([entry.layer(layer)[which].to(self._forward.device) for entry, _ in moves], dim=1)
+            rows = torch.cat([entry.layer(layer)[which].to(self._forward.kv.device) for entry, _ in moves], dim=1)
             if turn is not None and turn.columns.part == part:
                 rotate_(rows, turn.turn, turn.columns)
             yield rows
@@ -102,18 +103,18 @@ class BackendBlocks(RequestBlocks):
         assert self._reader is not None
         return self._reader.read(blocks, start, end)
 
-    def compute(self, rows: Sequence[Row], parts: Sequence[Part]) -> list[KV]:
-        if not parts:
-            self._forward.run(rows)
+    def compute(self, runs: Sequence[Run], ranges: Sequence[RunRange]) -> list[KV]:
+        if not ranges:
+            self._forward.run(runs)
             return []
-        k, v = self._forward.capture(rows)
+        k, v = self._forward.capture(runs)
         begins = [0]
-        for row in rows:
-            begins.append(begins[-1] + len(row.tokens))
+        for run in runs:
+            begins.append(begins[-1] + len(run.tokens))
         results = []
-        for part in parts:
-            offset = begins[part.row] - rows[part.row].start
-            inside = slice(offset + part.start, offset + part.end)
+        for each in ranges:
+            offset = begins[each.run] - runs[each.run].start
+            inside = slice(offset + each.start, offset + each.end)
             # [layers, tokens, heads, dim] -> [heads, layers, tokens, dim]
             results.append((k[:, inside].permute(2, 0, 1, 3), v[:, inside].permute(2, 0, 1, 3)))
         return results

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvmosaic.engines.vllm.compat import paged_cache
-from kvmosaic.engines.vllm.forward.sparse import SparseForward
+from kvmosaic.engines.vllm.compat.layers import paged_cache
+from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 
 DIGIT = 128
 """Whole numbers below this are exact in every dtype that a cache of the model's own dtype can have."""
@@ -14,71 +14,71 @@ DIGIT = 128
 class BlockReader:
     """Reads K and V back from the blocks of a cache that the backend packed in an order of its own."""
 
-    def __init__(self, forward: SparseForward, axis: int, order: torch.Tensor) -> None:
+    def __init__(self, kv: KVLayers, axis: int, order: torch.Tensor) -> None:
         """``order``: for each number of a block, K ``[heads, block_size, k_dim]`` first, then V, its place there."""
-        self._forward = forward
+        self._kv = kv
         self._axis = axis
         self._order = order
 
     @classmethod
-    def measure(cls, forward: SparseForward, num_blocks: int) -> "BlockReader | None":
+    def measure(cls, kv: KVLayers) -> "BlockReader | None":
         """``None`` where numbers do not stand in a block as they were written: rounded, or shared between blocks.
-        Nobody may use the cache yet."""
-        cache = paged_cache(forward.layers[0])
-        axes = [axis for axis, size in enumerate(cache.shape) if size == num_blocks]
-        if len(forward.block_sizes) > 1 or not axes:
+        No block is in use yet."""
+        cache = paged_cache(kv.layers[0])
+        axes = [axis for axis, size in enumerate(cache.shape) if size == kv.num_blocks]
+        if len(kv.block_sizes) > 1 or not axes:
             return None
-        count = _numbers(forward)
-        place = torch.arange(count, device=forward.device)
-        found = torch.zeros(cache.numel() // num_blocks, dtype=torch.long, device=forward.device)
+        count = _num_elements(kv)
+        place = torch.arange(count, device=kv.device)
+        found = torch.zeros(cache.numel() // kv.num_blocks, dtype=torch.long, device=kv.device)
         weight = 1
-        while weight < count + 1:  # counted from 1: what nobody wrote must not look like the first number
-            _write(forward, 0, 1, ((place + 1) // weight % DIGIT).to(cache.dtype))
+        while weight < count + 1:  # counted from 1: an unwritten place must not look like the first number
+            _write(kv, 0, 1, ((place + 1) // weight % DIGIT).to(cache.dtype))
             found += cache.select(axes[0], 1).reshape(-1).long() * weight
             weight *= DIGIT
         order = torch.argsort(found, stable=True)[-count:]
-        reader = cls(forward, axes[0], order)
+        reader = cls(kv, axes[0], order)
         if not torch.equal(found[order], place + 1):
             return None
         # What was found in one block of one layer has to hold everywhere.
-        last = len(forward.layers) - 1
-        numbers = torch.randn(count, device=forward.device).to(cache.dtype)
-        _write(forward, last, 2, numbers)
+        last = len(kv.layers) - 1
+        numbers = torch.randn(count, device=kv.device).to(cache.dtype)
+        _write(kv, last, 2, numbers)
         return reader if torch.equal(reader._block_numbers(last, [2])[0], numbers) else None
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K ``[heads, layers, tokens, k_dim]`` and V of positions ``start .. end-1`` of a sequence in ``blocks``."""
-        layer, size = self._forward.layers[0], self._forward.block_sizes[0]
+        layer, size = self._kv.layers[0], self._kv.block_sizes[0]
         used = blocks[start // size : -(-end // size)]
         inside = slice(start % size, start % size + end - start)
-        parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for index in range(len(self._forward.layers)):
+        found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for index in range(len(self._kv.layers)):
             numbers = self._block_numbers(index, used)
             split = layer.num_kv_heads * size * layer.head_size
-            for part, flat, dim in zip(
-                parts, (numbers[:, :split], numbers[:, split:]), (layer.head_size, layer.head_size_v), strict=True
+            for kept, flat, dim in zip(
+                found, (numbers[:, :split], numbers[:, split:]), (layer.head_size, layer.head_size_v), strict=True
             ):
                 rows = flat.view(len(used), layer.num_kv_heads, size, dim).transpose(0, 1)
-                part.append(rows.reshape(layer.num_kv_heads, -1, dim)[:, inside])
-        return torch.stack(parts[0], dim=1), torch.stack(parts[1], dim=1)
+                kept.append(rows.reshape(layer.num_kv_heads, -1, dim)[:, inside])
+        return torch.stack(found[0], dim=1), torch.stack(found[1], dim=1)
 
     def _block_numbers(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
         """The numbers of these blocks in their own order, ``[blocks, numbers]``."""
-        cache = paged_cache(self._forward.layers[layer])
+        cache = paged_cache(self._kv.layers[layer])
         wanted = torch.tensor(list(blocks), device=cache.device)
         return cache.index_select(self._axis, wanted).movedim(self._axis, 0).reshape(len(blocks), -1)[:, self._order]
 
 
-def _numbers(forward: SparseForward) -> int:
-    """How many a block has."""
-    layer = forward.layers[0]
-    return int(layer.num_kv_heads * forward.block_sizes[0] * (layer.head_size + layer.head_size_v))
+def _num_elements(kv: KVLayers) -> int:
+    """Elements of a block."""
+    layer = kv.layers[0]
+    return int(layer.num_kv_heads * kv.block_sizes[0] * (layer.head_size + layer.head_size_v))
 
 
-def _write(forward: SparseForward, index: int, block: int, numbers: torch.Tensor) -> None:
+def _write(kv: KVLayers, index: int, block: int, numbers: torch.Tensor) -> None:
     """Have the backend write one block of a layer, K ``[heads, block_size, k_dim]`` first, then V."""
-    layer, size = forward.layers[index], forward.block_sizes[0]
+    layer, size = kv.layers[index], kv.block_sizes[0]
     split = layer.num_kv_heads * size * layer.head_size
     k = numbers[:split].view(layer.num_kv_heads, size, layer.head_size).transpose(0, 1).contiguous()
     v = numbers[split:].view(layer.num_kv_heads, size, layer.head_size_v).transpose(0, 1).contiguous()
-    forward.write(layer, k, v, [torch.arange(block * size, (block + 1) * size, device=forward.device)])
+    kv.write(layer, k, v, torch.arange(block * size, (block + 1) * size, device=kv.device)[None])

@@ -1,6 +1,6 @@
 """Which blocks the forward of a step is going to write."""
 
-from typing import Any
+from kvmosaic.engines.vllm.compat.scheduling import Step
 
 
 class BlockTables:
@@ -13,38 +13,33 @@ class BlockTables:
         self._block_size = block_size
         self._tables: dict[str, list[int]] = {}
 
-    def follow(self, step: Any) -> None:
-        """Take in one ``SchedulerOutput``; every one has to pass here."""
-        for request_id in step.finished_req_ids:
+    def follow(self, step: Step) -> None:
+        """Take in one step; every one has to pass here."""
+        for request_id in step.finished:
             self._tables.pop(request_id, None)
-        for new in step.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
-        cached = step.scheduled_cached_reqs
-        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
+        for request_id, blocks in step.blocks.items():
+            if request_id in step.new or request_id in step.resumed:
                 self._tables[request_id] = []
-            if blocks is not None:
-                self._tables.setdefault(request_id, []).extend(blocks[0])
+            self._tables.setdefault(request_id, []).extend(blocks)
 
     def blocks(self, request_id: str) -> list[int]:
         """The blocks of a request, as of the latest step."""
         return self._tables.get(request_id, [])
 
     @staticmethod
-    def running_before(step: Any) -> dict[str, int]:
+    def running_before(step: Step) -> dict[str, int]:
         """How many tokens of each request that goes on in ``step`` earlier steps computed. Requests that begin or
         come back may hold blocks that are only going to be written."""
-        cached = step.scheduled_cached_reqs
-        computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        return {request_id: count for request_id, count in computed if request_id not in cached.resumed_req_ids}
+        return {
+            request_id: count
+            for request_id, count in step.computed.items()
+            if request_id not in step.new and request_id not in step.resumed
+        }
 
-    def written_by(self, step: Any) -> set[int]:
+    def written_by(self, step: Step) -> set[int]:
         """The blocks that the forward of ``step`` writes to."""
-        cached = step.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         size, written = self._block_size, set()
-        for request_id, start in computed.items():
-            end = start + step.num_scheduled_tokens[request_id]
+        for request_id, start in step.computed.items():
+            end = start + step.scheduled[request_id]
             written.update(self._tables.get(request_id, [])[start // size : -(-end // size)])
         return written

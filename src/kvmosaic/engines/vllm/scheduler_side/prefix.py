@@ -1,37 +1,28 @@
-"""Scheduler side of exact prefix blocks: which parts of plain requests to load from the store, which to save to it.
+"""Scheduler side of exact prefix blocks: which segments of plain requests to load from the store, which to save to
+it.
 
-A part is an entry like a chunk's, with the whole prompt before it as its context: KV that vLLM itself computed, kept
-where it was. Requests with blended chunks have none of their own; their KV is an approximation."""
+A segment is an entry like a chunk's, with the whole prompt before it as its context: KV that vLLM itself computed,
+kept where it was. Requests with blended chunks have none of their own; their KV is an approximation."""
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from struct import unpack
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.key import content_hash
-from kvmosaic.engines.vllm.compat import BlockSalts
+from kvmosaic.engines.vllm.compat.scheduling import KVCacheEvent, Step
 from kvmosaic.engines.vllm.messages import ChunkFetch, PrefixLoad, PrefixSave, StepWork
+from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalts
 from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
 from kvmosaic.engines.vllm.scheduler_side.prefix_events import EventGroup, PrefixEvents
-from kvmosaic.engines.vllm.scheduler_side.store_mirror import ChunkCatalog
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
+from kvmosaic.engines.vllm.shape import EngineShape
 
-PART_TOKENS = 256
-"""About how many tokens are one entry: enough to move well, few enough that little of a prompt is left over."""
-
-
-MOST_PART_TOKENS = 2048
-"""As large as a part may be made so that layers with a sliding window can leave some of it out."""
 REMEMBERED = 65536
-"""So many parts are known to stand in vLLM's blocks with something left out."""
-
-
-def part_tokens(reach: int | None) -> int:
-    """Tokens of a part, of which only the last ``reach`` are needed in layers with a sliding window: twice as many,
-    or nothing is saved. The same where they are all kept, so that what is found does not depend on what is kept."""
-    return PART_TOKENS if reach is None or 2 * reach > MOST_PART_TOKENS else max(PART_TOKENS, 2 * reach)
+"""Maximum segments that are known to stand in vLLM's blocks with something left out."""
 
 
 @dataclass
@@ -40,9 +31,9 @@ class _Exact:
 
     request: Any
     digests: list[bytes] = field(default_factory=list)
-    """Content hash of each part so far."""
+    """Content hash of each segment until now."""
     saved: int = 0
-    """Parts that are in the store or on their way there."""
+    """Segments that are in the store or on their way there."""
     end: int = 0
     """Where what the store has of it ends, as vLLM was told last."""
     waiting_for: set[int] | None = None
@@ -51,86 +42,94 @@ class _Exact:
     """When to stop waiting; 0 before it waits."""
     salts: BlockSalts | None = None
     cut_from: dict[int, int] = field(default_factory=dict)
-    """By part: the token from whose block on its blocks, where vLLM's prefix cache has them, lack what tokens inside
-    the part see in layers with a sliding window."""
+    """By segment: the token from whose block on its blocks, where vLLM's prefix cache has them, lack what tokens
+    inside the segment see in layers with a sliding window."""
 
 
 class PrefixScheduler:
-    """Plans loads and saves of exact prefix blocks."""
+    """Plans loads and saves of exact prefix blocks. Without ``prefix_blocks`` it takes in no request, and has nothing
+    to do."""
 
-    def __init__(
-        self,
-        config: ChunkCacheConfig,
-        catalog: ChunkCatalog,
-        block_size: int,
-        hash_block_size: int,
-        ranks: int,
-        patience: float,
-        drafts: bool,
-        part: int,
-        tail: int | None,
-    ) -> None:
-        """``tail``: so many tokens of a part are kept in layers with a sliding window; ``None``: all."""
-        self._catalog = catalog
-        self._algorithm = config.chunk_hash_algorithm
-        self._is_pool_shared = config.remote is not None
-        self.part = -(-part // block_size) * block_size
-        self._is_cut = tail is not None and tail < self.part
-        self._hash_block_size = hash_block_size
-        self._cut: OrderedDict[bytes, None] = OrderedDict()
-        """Parts that were brought to vLLM's blocks without the beginning of their sliding windows' layers."""
-        self._ranks = ranks
+    def __init__(self, config: ChunkCacheConfig, mirror: StoreMirror, shape: EngineShape, patience: float) -> None:
+        """``patience``: seconds that a request waits for slower tiers."""
+        self._mirror = mirror
+        self._shape = shape
         self._patience = patience
-        self._drafts = drafts
-        """Whether tokens are computed that may turn out never to have been said."""
+        self._algorithm = config.chunk_hash_algorithm
+        self._is_on = config.prefix_blocks
+        self._is_pool_shared = config.remote is not None
+        self._segment = shape.segment_tokens
+        self._cut: OrderedDict[bytes, None] = OrderedDict()
+        """Segments that were brought to vLLM's blocks without the beginning of their sliding windows' layers."""
         self._requests: dict[str, _Exact] = {}
         self._finished: list[PrefixSave] = []
-        self.events: PrefixEvents | None = None
+        self._events: PrefixEvents | None = None
 
-    def announce(self, block_size: int, groups: Sequence[EventGroup]) -> PrefixEvents:
+    def announce(self, groups: Sequence[EventGroup]) -> None:
         """Have events made of what is stored from now on."""
-        self.events = PrefixEvents(self._has, self.part, block_size, self._hash_block_size, groups)
-        return self.events
+        self._events = PrefixEvents(self._mirror.has, self._shape, groups)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events since the last call."""
+        return [] if self._events is None else self._events.take()
+
+    def changed(self, digests: Collection[bytes]) -> None:
+        """Ranks reported changes of entries with these content hashes."""
+        if self._events is not None:
+            self._events.update(digests)
+
+    def turn_off(self) -> None:
+        """Nothing may be loaded or saved any more."""
+        self._is_on = False
+        self._requests.clear()
+        self._finished.clear()
 
     def add(self, request: Any) -> None:
         """A request whose KV will be exact. One with an adapter, embeddings, images or a salt has prompts that its
         token ids do not tell apart."""
         plain = not (request.lora_request or request.prompt_embeds is not None or request.mm_features)
-        if plain and request.prompt_token_ids and request.pooling_params is None and request.cache_salt is None:
+        if (
+            self._is_on
+            and plain
+            and request.prompt_token_ids
+            and request.pooling_params is None
+            and request.cache_salt is None
+        ):
             exact = self._requests[request.request_id] = _Exact(request)
-            for index in range((request.num_tokens - 1) // self.part if self._cut else 0):
+            for index in range((request.num_tokens - 1) // self._segment if self._cut else 0):
                 if self._digest(exact, index) in self._cut:
                     self._cut.move_to_end(exact.digests[index])
-                    self._salt(exact, index, index * self.part)
+                    self._salt(exact, index, index * self._segment)
 
-    def matched(self, request: Any, num_local: int, work: StepWork) -> int | None:
-        """Tokens after the first ``num_local`` that the store has; ``None`` while they are on their way from slower
+    def matched(self, request: Any, local: int, work: StepWork) -> int | None:
+        """Tokens after the first ``local`` that the store has; ``None`` while they are on their way from slower
         tiers."""
         exact = self._requests.get(request.request_id)
         if exact is None or request.skip_reading_prefix_cache:
             return 0
         exact.deadline = exact.deadline or time.monotonic() + self._patience
-        if exact.waiting_for is None and self._catalog.complete:
+        if exact.waiting_for is None and self._mirror.is_complete:
             # Other engines may have stored in the meantime what this one never heard of.
-            end = request.num_tokens - 1 if self._is_pool_shared else self._stored_until(exact, num_local)
-            digests = [self._digest(exact, index) for index in range(num_local // self.part, end // self.part)]
-            slow = [digest for digest in digests if not self._is_near(digest)]
-            exact.waiting_for = set(range(self._ranks)) if slow else set()
+            end = request.num_tokens - 1 if self._is_pool_shared else self._stored_until(exact, local)
+            digests = [self._digest(exact, index) for index in range(local // self._segment, end // self._segment)]
+            slow = [digest for digest in digests if not self._mirror.is_near(digest)]
+            exact.waiting_for = set(range(self._shape.ranks)) if slow else set()
             if slow:
-                work.fetches.append(ChunkFetch(request.request_id, tuple((digest, self.part) for digest in slow)))
-        index = num_local // self.part
-        # Then vLLM cannot go on from here by itself; what the store lacks of the part, the worker computes.
-        begins_inside = num_local > exact.cut_from.get(index, num_local)
-        exact.end = (index + 1) * self.part if begins_inside else num_local
+                pairs = tuple((digest, self._segment) for digest in slow)
+                work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=pairs))
+        index = local // self._segment
+        # Then vLLM cannot go on from here by itself; what the store lacks of the segment, the worker computes.
+        begins_inside = local > exact.cut_from.get(index, local)
+        exact.end = (index + 1) * self._segment if begins_inside else local
         if exact.waiting_for is None or exact.waiting_for:
             if time.monotonic() < exact.deadline:
                 return None
         else:
-            exact.end = max(exact.end, self._stored_until(exact, num_local))
-        if self._is_cut:
-            for part in range(index, exact.end // self.part):
-                self._salt(exact, part, max(num_local, part * self.part))
-        return exact.end - num_local
+            exact.end = max(exact.end, self._stored_until(exact, local))
+        if self._shape.is_cut(self._segment):
+            for each in range(index, exact.end // self._segment):
+                self._salt(exact, each, max(local, each * self._segment))
+        return exact.end - local
 
     def allocated(self, request: Any, blocks: Any, num_external: int, work: StepWork) -> None:
         """The request got its blocks: have loaded in the coming step what vLLM was told there is."""
@@ -138,24 +137,26 @@ class PrefixScheduler:
         if exact is None:
             return
         if num_external:
-            count = exact.end // self.part
+            count = exact.end // self._segment
             exact.saved = max(exact.saved, count)
-            load = PrefixLoad(
-                request.request_id,
-                tuple(request.all_token_ids[: exact.end]),
-                tuple(exact.digests[:count]),
-                self.part,
-                exact.end - num_external,
-                tuple(tuple(group) for group in blocks.get_block_ids()),
+            start = exact.end - num_external
+            work.prefix_loads.append(
+                PrefixLoad(
+                    request_id=request.request_id,
+                    tokens=tuple(request.all_token_ids[: exact.end]),
+                    digests=tuple(exact.digests[:count]),
+                    segment_tokens=self._segment,
+                    start=start,
+                    blocks=tuple(tuple(group) for group in blocks.get_block_ids()),
+                )
             )
-            work.prefix_loads.append(load)
-            for index in range(load.first // self.part, count):  # maybe stored by an engine that announced nothing
+            for index in range(start // self._segment, count):  # maybe stored by an engine that announced nothing
                 self._expect(exact, index)
         elif exact.waiting_for is not None:
             work.released.append(request.request_id)
         exact.waiting_for, exact.deadline = None, 0.0  # if it is preempted and comes back, it asks anew
 
-    def due(self, step: Any, tables: BlockTables) -> list[PrefixSave]:
+    def due(self, step: Step, tables: BlockTables) -> list[PrefixSave]:
         """What requests computed in earlier steps, and nobody stored yet."""
         saves, self._finished = self._finished, []
         for request_id, computed in tables.running_before(step).items():
@@ -183,68 +184,66 @@ class PrefixScheduler:
     def clear(self) -> None:
         """The workers forget everything; what runs is saved anew."""
         self._finished.clear()
-        if self.events is not None:
-            self.events.clear()
+        if self._events is not None:
+            self._events.clear()
         for exact in self._requests.values():
             exact.saved = 0
 
-    def _stored_until(self, exact: _Exact, num_local: int) -> int:
+    def _stored_until(self, exact: _Exact, local: int) -> int:
         """How far the store has the request's tokens without a gap, leaving at least one to compute."""
-        index = num_local // self.part
-        while (index + 1) * self.part < exact.request.num_tokens and self._has(self._digest(exact, index)):
+        index = local // self._segment
+        while (index + 1) * self._segment < exact.request.num_tokens and self._mirror.has(self._digest(exact, index)):
             index += 1
-        return index * self.part
+        return index * self._segment
 
     def _complete(self, exact: _Exact, computed: int, blocks: Sequence[int]) -> list[PrefixSave]:
-        """What is to be saved of the first ``computed`` tokens, in one message for all parts."""
+        """What is to be saved of the first ``computed`` tokens, in one message for all segments."""
         tokens = exact.request.all_token_ids
-        limit = exact.request.num_prompt_tokens if self._drafts else len(tokens)
-        ready = min(computed, limit) // self.part
-        parts = [(index * self.part, self._digest(exact, index)) for index in range(exact.saved, ready)]
+        limit = exact.request.num_prompt_tokens if self._shape.has_drafts else len(tokens)
+        ready = min(computed, limit) // self._segment
+        segments = [(index * self._segment, self._digest(exact, index)) for index in range(exact.saved, ready)]
         for index in range(exact.saved, ready):
             self._expect(exact, index)
         exact.saved = max(exact.saved, ready)
-        missing = tuple(part for part in parts if not self._has(part[1]))
+        missing = tuple(each for each in segments if not self._mirror.has(each[1]))
         if not missing:
             return []
-        end = missing[-1][0] + self.part
-        return [PrefixSave(tuple(tokens[:end]), missing, self.part, tuple(blocks))]
+        end = missing[-1][0] + self._segment
+        return [
+            PrefixSave(
+                tokens=tuple(tokens[:end]), segments=missing, segment_tokens=self._segment, blocks=tuple(blocks)
+            )
+        ]
 
     def _expect(self, exact: _Exact, index: int) -> None:
-        """Have a part announced once it is stored."""
-        if self.events is not None:
+        """Have a segment announced once it is stored."""
+        if self._events is not None:
             request = exact.request
             hashes = request.block_hashes if exact.salts is None else exact.salts.plain
-            self.events.expect(exact.digests[index], index * self.part, request.all_token_ids, hashes)
+            self._events.expect(exact.digests[index], index * self._segment, request.all_token_ids, hashes)
 
     def _digest(self, exact: _Exact, index: int) -> bytes:
-        """Content hash of a part, chained to the one before it: to hash all that precedes it for every part of a long
+        """Content hash of a segment, chained to the one before it: to hash all that precedes each segment of a long
         prompt would keep the scheduler busy for seconds. What is found by it is still compared token by token."""
         tokens = exact.request.all_token_ids
         while len(exact.digests) <= index:
-            start = len(exact.digests) * self.part
+            start = len(exact.digests) * self._segment
             before = unpack("<4i", exact.digests[-1]) if exact.digests else ()
-            exact.digests.append(content_hash(tokens[start : start + self.part], before, self._algorithm))
+            exact.digests.append(content_hash(tokens[start : start + self._segment], before, self._algorithm))
         return exact.digests[index]
 
     def _salt(self, exact: _Exact, index: int, start: int) -> None:
-        """Keep a part's blocks from token ``start`` on for prompts that have all of the part. vLLM would otherwise
-        hand the first of them to prompts that go on differently, which look back at what was not brought."""
+        """Keep a segment's blocks from token ``start`` on for prompts that have all of the segment. vLLM would
+        otherwise hand the first of them to prompts that go on differently, which look back at what was not
+        brought."""
         # A request that was preempted may find less in vLLM's cache when it comes back.
-        end = exact.cut_from.get(index, (index + 1) * self.part)
+        end = exact.cut_from.get(index, (index + 1) * self._segment)
         if start >= end:
             return
         digest = self._digest(exact, index)
         exact.salts = exact.salts or BlockSalts(exact.request)
-        exact.salts.add(digest, start // self._hash_block_size, end // self._hash_block_size)
+        exact.salts.add(digest, start // self._shape.hash_block_size, end // self._shape.hash_block_size)
         exact.cut_from[index] = start
         self._cut[digest] = None
         while len(self._cut) > REMEMBERED:
             self._cut.popitem(last=False)
-
-    def _has(self, digest: bytes) -> bool:
-        return self._catalog.tier(digest) is not None
-
-    def _is_near(self, digest: bytes) -> bool:
-        tier = self._catalog.tier(digest)
-        return tier is not None and self._catalog.is_fastest(tier)

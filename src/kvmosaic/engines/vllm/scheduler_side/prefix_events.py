@@ -1,6 +1,6 @@
 """Stored-block events: tells vLLM's KV event stream which exact prefix blocks the store has, so that routers know.
 
-A part of a prompt is announced when every rank has reported that it is stored, and taken back when one of them
+A segment of a prompt is announced when every rank has reported that it is stored, and taken back when one of them
 reports that it is gone. Blended blocks are good for no other prompt and never announced."""
 
 from collections import OrderedDict
@@ -8,37 +8,45 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-
 from kvmosaic.core.window import reachable_block_mask
-from kvmosaic.engines.vllm.compat import event_hash, resolve_block_hashes, sliding_window, spec_kind, windowed_kind
+from kvmosaic.engines.vllm.compat.cache import sliding_window, spec_kind, windowed_kind
+from kvmosaic.engines.vllm.compat.scheduling import (
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    event_hash,
+    resolve_block_hashes,
+)
+from kvmosaic.engines.vllm.shape import EngineShape
 
 MEDIUM = "KVMOSAIC"
-"""What events name as the place of the blocks: any of our tiers."""
-MOST_EXPECTED = 4096
-"""Parts beyond this many that nobody reported are forgotten, oldest first: a store that refuses them never will."""
+"""The place of the blocks in events: any of our tiers."""
+MAX_EXPECTED = 4096
+"""Maximum segments that are awaited. The oldest ones beyond it are forgotten: a store that refuses them reports
+none."""
 
 
 class EventGroup(NamedTuple):
-    """Layers that keep equally much of a part. Their place in a list is the events' ``group_idx``."""
+    """Layers that keep equally much of a segment. Their place in a list is the events' ``group_idx``."""
 
     kind: str
     window: int | None
     """Tokens that each token sees; ``None``: all before it."""
     kept: int | None
-    """Tokens at the end of each part that are stored; ``None``: all."""
+    """Tokens at the end of each segment that are stored; ``None``: all."""
 
 
 def event_groups(kv_cache_config: Any, tail: int | None) -> list[EventGroup]:
-    """What is told apart. vLLM knows one group; layers of which parts keep the last ``tail`` tokens are another."""
+    """What is told apart. vLLM knows one group; layers of which segments keep the last ``tail`` tokens are
+    another."""
     groups = [EventGroup(spec_kind(kv_cache_config), None, None)]
     if tail is not None:
         groups.append(EventGroup(windowed_kind(), sliding_window(kv_cache_config), tail))
     return groups
 
 
-class _Part(NamedTuple):
-    """What there is to say about a part."""
+class _Segment(NamedTuple):
+    """What there is to say about a segment."""
 
     tokens: list[int]
     before: Any
@@ -50,43 +58,36 @@ class _Part(NamedTuple):
 class PrefixEvents:
     """Collects the events of one engine, in the scheduler's process."""
 
-    def __init__(
-        self,
-        has: Callable[[bytes], bool],
-        part: int,
-        block_size: int,
-        hash_block_size: int,
-        groups: Sequence[EventGroup],
-    ) -> None:
-        """``has`` says whether all ranks have the part of a content hash; ``part`` is its number of tokens."""
+    def __init__(self, has: Callable[[bytes], bool], shape: EngineShape, groups: Sequence[EventGroup]) -> None:
+        """``has`` says whether all ranks have the segment of a content hash."""
         self._has = has
-        self._part = part
-        self._block_size = block_size
-        self._hash_block_size = hash_block_size
-        # Where a window keeps all of a part, its layers are like all others.
-        self._groups = [group for group in groups if group.kept is None or group.kept < part]
-        self._expected: OrderedDict[bytes, _Part] = OrderedDict()
+        self._segment = shape.segment_tokens
+        self._block_size = shape.block_size
+        self._hash_block_size = shape.hash_block_size
+        # Where a window keeps all of a segment, its layers are like all others.
+        self._groups = [group for group in groups if group.kept is None or group.kept < self._segment]
+        self._expected: OrderedDict[bytes, _Segment] = OrderedDict()
         self._announced: dict[bytes, list[Any]] = {}
-        """The block hashes of each part, for the day when it goes."""
+        """The block hashes of each segment, for the day when it goes."""
         self._events: list[KVCacheEvent] = []
 
     def expect(self, digest: bytes, start: int, tokens: Sequence[int], hashes: Sequence[Any]) -> None:
-        """The part of a prompt's ``tokens`` that begins at ``start`` is stored, or about to be. ``hashes`` are the
+        """The segment of a prompt's ``tokens`` that begins at ``start`` is stored, or about to be. ``hashes`` are the
         prompt's block hashes as vLLM makes them, without salts."""
         if digest in self._announced or digest in self._expected:
             return
-        first, end = start // self._block_size, (start + self._part) // self._block_size
+        first, end = start // self._block_size, (start + self._segment) // self._block_size
         blocks = resolve_block_hashes(hashes, self._hash_block_size, self._block_size)
         if len(blocks) < end:
             return
         before = event_hash(blocks[first - 1]) if first else None
         own = [event_hash(each) for each in blocks[first:end]]
-        part = _Part(list(tokens[start : start + self._part]), before, own)
+        segment = _Segment(list(tokens[start : start + self._segment]), before, own)
         if self._has(digest):
-            self._announce(digest, part)
+            self._announce(digest, segment)
             return
-        self._expected[digest] = part
-        if len(self._expected) > MOST_EXPECTED:
+        self._expected[digest] = segment
+        if len(self._expected) > MAX_EXPECTED:
             self._expected.popitem(last=False)
 
     def update(self, changed: Collection[bytes]) -> None:
@@ -111,20 +112,20 @@ class PrefixEvents:
         events, self._events = self._events, []
         return events
 
-    def _announce(self, digest: bytes, part: _Part) -> None:
-        self._announced[digest] = part.hashes
+    def _announce(self, digest: bytes, segment: _Segment) -> None:
+        self._announced[digest] = segment.hashes
         for index, group in enumerate(self._groups):
             skipped = self._stored(group).index(True)
             self._events.append(
                 BlockStored(
-                    block_hashes=part.hashes[skipped:],
-                    parent_block_hash=part.hashes[skipped - 1] if skipped else part.before,
-                    token_ids=part.tokens[skipped * self._block_size :],
+                    block_hashes=segment.hashes[skipped:],
+                    parent_block_hash=segment.hashes[skipped - 1] if skipped else segment.before,
+                    token_ids=segment.tokens[skipped * self._block_size :],
                     block_size=self._block_size,
                     lora_id=None,
                     medium=MEDIUM,
                     lora_name=None,
-                    extra_keys=[None] * (len(part.hashes) - skipped),
+                    extra_keys=[None] * (len(segment.hashes) - skipped),
                     group_idx=index,
                     kv_cache_spec_kind=group.kind,
                     kv_cache_spec_sliding_window=group.window,
@@ -138,6 +139,6 @@ class PrefixEvents:
             self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM, group_idx=index))
 
     def _stored(self, group: EventGroup) -> list[bool]:
-        """Which blocks of each part a group keeps: its last ones."""
-        kept = self._part if group.kept is None else group.kept
-        return reachable_block_mask(self._part, self._block_size, kept, self._part)
+        """Which blocks of each segment a group keeps: its last ones."""
+        kept = self._segment if group.kept is None else group.kept
+        return reachable_block_mask(self._segment, self._block_size, kept, self._segment)

@@ -3,8 +3,8 @@
 from kvmosaic.engines.vllm.messages import RankReport
 
 
-class ChunkCatalog:
-    """Which chunks every tensor-parallel rank has, and in which tier. It may lag a step behind: it decides what to
+class StoreMirror:
+    """Which entries every tensor-parallel rank has, and in which tier. It may lag a step behind: it decides what to
     wait for and what to report, never what is served."""
 
     def __init__(self, ranks: int) -> None:
@@ -13,7 +13,7 @@ class ChunkCatalog:
         self._heard_of: set[int] = set()
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every rank has told what it has; each does so with its first step."""
         return len(self._heard_of) == len(self._tiers)
 
@@ -33,14 +33,19 @@ class ChunkCatalog:
             else:
                 tiers[digest] = tier
 
+    def has(self, digest: bytes) -> bool:
+        """Whether every rank has an entry."""
+        return self.tier(digest) is not None
+
+    def is_near(self, digest: bytes) -> bool:
+        """Whether every rank has an entry in its fastest tier, so that nothing has to be fetched."""
+        tier = self.tier(digest)
+        return tier is not None and tier in self._fastest
+
     def tier(self, digest: bytes) -> str | None:
-        """Where a chunk is: ``None`` when some rank lacks it, a slower tier if it is there on some rank."""
+        """Where an entry is: ``None`` when some rank lacks it, a slower tier if it is there on some rank."""
         found = {tiers.get(digest) for tiers in self._tiers}
         if None in found:
             return None
         slower = found - self._fastest
         return (slower or found).pop()
-
-    def is_fastest(self, tier: str) -> bool:
-        """Whether chunks in this tier need not be fetched."""
-        return tier in self._fastest

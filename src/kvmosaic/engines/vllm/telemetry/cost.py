@@ -1,31 +1,22 @@
-"""What things take, as measured, and what they will take, as predicted."""
+"""What a stage takes, fitted to what was measured."""
 
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvmosaic.engines.vllm.messages import Line
+
 REMEMBERED = 64
-"""Observations that count."""
+"""Number of latest observations that count."""
 ENOUGH = 8
-"""With fewer nothing is predicted: kernels may be compiled more than once before all that is needed is there."""
+"""Minimum observations for a prediction: kernels may be compiled more than once before all that is needed is
+there."""
 TOO_SLOW = 3.0
-"""What took so many times as long as most of about its size, or as some that were larger, is not believed: a busy
+"""Outlier threshold: observations this many times slower than similar-sized or larger ones are discarded. A busy
 machine, or a kernel's first launch, makes an observation far too slow."""
 NEIGHBOURS = 3
-"""On either side, by size, that an observation is compared with; and how many are some."""
-TRIAL_SHARE = 0.05
-"""Of all time, what trying again may cost."""
-
-
-class Line(NamedTuple):
-    """``fixed + per_token · tokens`` seconds."""
-
-    fixed: float
-    per_token: float
-
-    def seconds(self, tokens: int) -> float:
-        return self.fixed + self.per_token * tokens if tokens else 0.0
+"""Observations on either side, by size, that one is compared with; also the number of larger ones."""
 
 
 class _Observation(NamedTuple):
@@ -40,7 +31,7 @@ class LinearCost:
         self._observations: deque[_Observation] = deque(maxlen=REMEMBERED)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so long."""
+        """``tokens`` took ``seconds``."""
         assert tokens > 0
         self._observations.append(_Observation(tokens, seconds))
 
@@ -49,25 +40,6 @@ class LinearCost:
         if len(self._observations) < ENOUGH:
             return None
         return _fit(_believable(sorted(self._observations)))
-
-
-class Judge:
-    """Whether to do something that is predicted to take so long, rather than something else.
-
-    Only what is done is measured again, and a misjudgement must not last. So with all that is refused some time is
-    put by, and what is judged too slow is tried when there is enough to pay for it."""
-
-    def __init__(self) -> None:
-        self._put_by = 0.0
-
-    def is_faster(self, predicted: float, otherwise: float) -> bool:
-        """``predicted`` and ``otherwise``: seconds."""
-        loss = max(0.0, predicted - otherwise)
-        if loss > self._put_by:
-            self._put_by += TRIAL_SHARE * otherwise
-            return False
-        self._put_by -= loss
-        return True
 
 
 def _believable(observations: Sequence[_Observation]) -> list[_Observation]:

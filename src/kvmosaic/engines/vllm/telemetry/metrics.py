@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvmosaic.engines.results import Fallback
+
 PREFIX = "kvmosaic:"
 """What the names of all our Prometheus metrics start with."""
 
@@ -39,7 +41,7 @@ class Labelled(NamedTuple):
 
 
 COUNTS: dict[CountName, Labelled] = {
-    "chunk_hits": Labelled("Chunks found, by the tier that held them.", "tier", ("device", "host", "disk")),
+    "chunk_hits": Labelled("Chunks found, by the tier that held them.", "tier", ("device", "host", "disk", "remote")),
     "chunk_misses": Labelled(
         "Chunks not found, by reason.", "reason", ("new", "evicted", "corrupt", "collision", "error", "other-rank")
     ),
@@ -49,7 +51,11 @@ COUNTS: dict[CountName, Labelled] = {
         "mode",
         ("reuse", "fill", "plain"),
     ),
-    "fallbacks": Labelled("Requests with chunks that were served as plain vLLM, by reason.", "reason"),
+    "fallbacks": Labelled(
+        "Requests with chunks that were served as plain vLLM, by reason.",
+        "reason",
+        tuple(reason.value for reason in Fallback if reason not in (Fallback.DISABLED, Fallback.ROPE_LENGTH)),
+    ),
     "tokens": Labelled(
         "Tokens whose KV was brought or stored: in chunks, computed beside them, and in exact prefix blocks.",
         "kind",
@@ -92,7 +98,13 @@ class ChunkStats(KVConnectorStats):
     def count(self, name: CountName, label: str, amount: int = 1) -> None:
         """Something happened ``amount`` times."""
         labels = self.data["counts"].setdefault(name, {})
-        labels[_plain(label)] = labels.get(label, 0) + int(amount)
+        key = _plain(label)
+        labels[key] = labels.get(key, 0) + int(amount)
+
+    def count_alike(self, name: CountName, label: str, amount: int = 1) -> None:
+        """Something happened ``amount`` times on all ranks alike: the first one counts."""
+        if self.rank == 0:
+            self.count(name, label, amount)
 
     def level(self, name: LevelName, label: str, value: float) -> None:
         """Something stands at ``value`` now, on this rank."""

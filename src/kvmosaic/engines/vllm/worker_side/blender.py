@@ -1,25 +1,24 @@
-"""Worker side: asks policies which chunk tokens of a request are recomputed."""
+"""Asks policies which chunk tokens of a request are recomputed."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvmosaic.blend import choose, policy_named
 from kvmosaic.core.entry import ChunkKV
-from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
-from kvmosaic.engines.vllm.worker_side.probe import VllmAssembled
+from kvmosaic.engines.vllm.worker_side.probe import VllmProbe
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 1024
-"""For so many prompts it is remembered which tokens were blended."""
+"""Maximum prompts whose choice is remembered."""
 
 
 class _Choice(NamedTuple):
@@ -29,14 +28,25 @@ class _Choice(NamedTuple):
     """Up to this layer a probe computed all chunk tokens, and left them so."""
 
 
+class Blend(NamedTuple):
+    """A blend whose tokens are still to be chosen."""
+
+    load: ChunkLoad
+    probe: VllmProbe
+    known: _Choice | None
+    """What was chosen for the same prompt before."""
+    needs_context: bool
+    """Whether all tokens in no chunk before the question have to be computed before the choice."""
+
+
 class Blender:
     """Makes a choice once for a prompt: vLLM's prefix cache may bring back a part of what was blended, and the rest
     has to become what it was."""
 
-    def __init__(self, forward: SparseForward, blocks: RequestBlocks, ranks: Ranks, timer: StageTimer) -> None:
+    def __init__(self, forward: SparseForward, paged: RequestBlocks, ranks: Ranks, timer: StageTimer) -> None:
         self._forward = forward
         self._timer = timer
-        self._blocks = blocks
+        self._paged = paged
         self._ranks = ranks
         self._choices: dict[bytes, _Choice] = {}
 
@@ -44,47 +54,41 @@ class Blender:
         """Forget all choices."""
         self._choices.clear()
 
-    def positions(
-        self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]], compute_fresh: Callable[[], None]
-    ) -> np.ndarray:
-        """Tokens to recompute, ``[tokens]``, ascending, of the chunks that ``moves`` put in place, from
-        ``load.first`` on. ``compute_fresh`` computes whatever else stands before the question, in this request and in
-        those before it."""
-        spans = tuple(Span(at, at + len(entry.tokens)) for entry, at in moves)
-        if not spans or load.ratio == 0:
+    def prepare(self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]]) -> Blend:
+        """A blend of the chunks that ``moves`` put in place."""
+        probe = VllmProbe(load, moves, self._forward, self._paged, self._ranks)
+        if not moves or load.ratio in (0, 1):
+            return Blend(load, probe, None, False)
+        known = self._choices.get(load.blend_digest())
+        if known is not None:
+            return Blend(load, probe, known, known.computed_layer is not None)
+        return Blend(load, probe, None, policy_named(load.policy).probes(probe, load.ratio))
+
+    def choose(self, blend: Blend) -> np.ndarray:
+        """Tokens to recompute, ``[tokens]``, ascending, from the load's start on."""
+        load, probe, choice, _ = blend
+        if not probe.chunk_tokens or load.ratio == 0:
             return np.empty(0, dtype=np.int64)
         if load.ratio == 1:
-            return np.concatenate([np.arange(max(span.start, load.first), span.end) for span in spans])
-        assembled = VllmAssembled(
-            ChunkedPrompt(load.prompt.token_ids, spans),
-            load.prompt.question,
-            moves,
-            load.first,
-            [(*row, *load.spare) for row in load.blocks],
-            self._forward,
-            self._blocks,
-            self._ranks,
-            compute_fresh,
-        )
-        digest = load.blend_digest()
-        choice = self._choices.get(digest)
+            chosen = probe.positions().numpy()
+            return chosen[chosen >= load.start]
         if choice is None:
-            choice = self._choose(load, assembled)
-            if len(spans) == len(load.prompt.chunks):  # a choice among some of them is not that of the whole prompt
-                self._choices[digest] = choice
+            choice = self._ask(load, probe)
+            if len(probe.prompt.chunks) == len(load.prompt.chunks):  # else it is no choice for the whole prompt
+                self._choices[load.blend_digest()] = choice
         elif choice.computed_layer is not None:
-            assembled.compute_chunks(choice.computed_layer)
+            probe.compute_chunks(choice.computed_layer)
         while len(self._choices) > REMEMBERED:
             del self._choices[next(iter(self._choices))]
-        return choice.positions[choice.positions >= load.first]
+        return choice.positions[choice.positions >= load.start]
 
-    def _choose(self, load: ChunkLoad, assembled: VllmAssembled) -> _Choice:
+    def _ask(self, load: ChunkLoad, probe: VllmProbe) -> _Choice:
         policy = policy_named(load.policy)
         try:
             # What a choice takes that does not look at the prompt says nothing of the others.
-            with self._timer.stage("probe", load.prompt.question.start - load.first if policy.reads_content else 0):
-                chosen = choose(policy, assembled, load.ratio).positions
+            with self._timer.stage("probe", load.prompt.question.start - load.start if policy.reads_content else 0):
+                chosen = choose(policy, probe, load.ratio).positions
         except Exception:
             logger.exception("policy %s failed; request %s is recomputed as a whole", load.policy, load.request_id)
-            chosen = tuple(assembled.positions().tolist())
-        return _Choice(self._ranks.first(np.array(chosen, dtype=np.int32)), assembled.computed_layer)
+            chosen = tuple(probe.positions().tolist())
+        return _Choice(self._ranks.first(np.array(chosen, dtype=np.int32)), probe.computed_layer)

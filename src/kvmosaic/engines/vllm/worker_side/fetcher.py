@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store import ChunkStorageManager
-from kvmosaic.store.streams import beside, moment
+from kvmosaic.store.streams import on_side_stream, record_event
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ class ChunkFetcher:
         self.release(request_id)
         pins = self._held[request_id] = ExitStack()
         pins.enter_context(self._store.pin(keys))
-        after, begin = moment(), time.perf_counter()
+        after, begin = record_event(), time.perf_counter()
 
         def fetch() -> None:
             try:
-                with beside(after):
+                with on_side_stream(after):
                     self._store.fetch(keys)
             except Exception:
                 logger.exception(

@@ -9,7 +9,7 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
-from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.messages import PrefixLoad, PrefixSave
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
@@ -22,40 +22,40 @@ class PrefixLoader:
     """Moves exact prefix blocks between requests' blocks and the store. All ranks do the same."""
 
     def __init__(
-        self, cache: ChunkCache, blocks: RequestBlocks, ranks: Ranks, timer: StageTimer, stats: ChunkStats
+        self, cache: ChunkCache, paged: RequestBlocks, ranks: Ranks, timer: StageTimer, stats: ChunkStats
     ) -> None:
         self._cache = cache
-        self._blocks = blocks
+        self._paged = paged
         self._ranks = ranks
         self._timer = timer
         self._stats = stats
 
     def save(self, saves: Sequence[PrefixSave]) -> None:
-        """Store what requests computed. What cannot be stored is computed again by whoever needs it."""
-        if not self._blocks.can_read:
+        """Store what requests computed. What cannot be stored is computed again by the next request that needs it."""
+        if not self._paged.can_read:
             return
         try:
             for save in saves:
-                for start, digest in save.parts:
-                    end = start + save.part
-                    k, v = self._blocks.read(save.blocks, start, end)
-                    key = self._cache.key_of_hash(digest, save.part, ANY_LENGTH)
+                for start, digest in save.segments:
+                    end = start + save.segment_tokens
+                    k, v = self._paged.read(save.blocks, start, end)
+                    key = self._cache.key_of_hash(digest, save.segment_tokens, ANY_LENGTH)
                     self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v)
-                    self._count("saved", save.part)
+                    self._stats.count_alike("tokens", "saved", save.segment_tokens)
         except Exception:
             logger.exception("could not store exact prefix blocks")
 
     def load(self, load: PrefixLoad) -> None:
-        """Bring positions ``load.first`` up to the end of the tokens into the request's blocks. What the store turns
+        """Bring positions ``load.start`` up to the end of the tokens into the request's blocks. What the store turns
         out not to have is computed."""
-        keys = [self._cache.key_of_hash(digest, load.part, ANY_LENGTH) for digest in load.digests]
-        wanted = range(load.first // load.part, len(keys))
+        keys = [self._cache.key_of_hash(digest, load.segment_tokens, ANY_LENGTH) for digest in load.digests]
+        wanted = range(load.start // load.segment_tokens, len(keys))
         with ExitStack() as pins:
             pins.enter_context(self._cache.store.pin([keys[index] for index in wanted]))
             found: list[tuple[ChunkKV, int]] = []
             try:
                 with self._timer.stage("lookup"):
-                    found = [(self._entry(load, index, keys[index]), index * load.part) for index in wanted]
+                    found = [(self._entry(load, index, keys[index]), index * load.segment_tokens) for index in wanted]
             except LookupError:
                 pass
             except Exception:
@@ -63,27 +63,27 @@ class PrefixLoader:
             is_placed = False
             if self._ranks.all_have([bool(found)])[0]:
                 try:
-                    with self._timer.stage("remap", len(load.tokens) - load.first) as remap:
-                        remap.end = self._blocks.place(found, load.blocks, load.first)
+                    with self._timer.stage("remap", len(load.tokens) - load.start) as remap:
+                        remap.end = self._paged.place(found, load.blocks, load.start)
                     is_placed = True
                 except Exception:
                     logger.exception("could not load a prefix of %d tokens; it is computed", len(load.tokens))
             if self._ranks.all_have([is_placed])[0]:
-                self._count("loaded", len(load.tokens) - load.first)
+                self._stats.count_alike("tokens", "loaded", len(load.tokens) - load.start)
                 return
-        # Blocks that vLLM's prefix cache has of a part may lack what tokens behind them see in sliding windows.
-        first = load.first // load.part * load.part if self._blocks.tails.cuts(load.part) else load.first
-        self._blocks.compute([Row(load.tokens[first:], first, load.blocks)], [])
-        self._count("fresh", len(load.tokens) - load.first)
+        # Blocks that vLLM's prefix cache has of a segment may lack what tokens behind them see in sliding windows.
+        first = (
+            load.start // load.segment_tokens * load.segment_tokens
+            if self._paged.tails.cuts(load.segment_tokens)
+            else load.start
+        )
+        self._paged.compute([Run(load.tokens[first:], first, load.blocks)], [])
+        self._stats.count_alike("tokens", "fresh", len(load.tokens) - load.start)
 
     def _entry(self, load: PrefixLoad, index: int, key: ChunkKey) -> ChunkKV:
-        start = index * load.part
-        tokens, context = load.tokens[start : start + load.part], load.tokens[:start]
+        start = index * load.segment_tokens
+        tokens, context = load.tokens[start : start + load.segment_tokens], load.tokens[:start]
         entry = self._cache.store.lookup(key, tokens, context, False).entry
         if entry is None:
             raise LookupError
         return entry
-
-    def _count(self, kind: str, tokens: int) -> None:
-        if self._ranks.rank == 0:
-            self._stats.count("tokens", kind, tokens)

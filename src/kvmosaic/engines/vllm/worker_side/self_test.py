@@ -1,4 +1,4 @@
-"""The start-up gate's trial inside vLLM. It runs when the KV cache was made and nobody uses a block of it yet."""
+"""The start-up gate's trial inside vLLM. It runs when the KV cache was made and no block of it is in use yet."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -8,30 +8,25 @@ import torch
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.self_test import CONTEXT_TOKENS, failure, trial_entry, trial_prompts
+from kvmosaic.engines.identity import chunk_context
+from kvmosaic.engines.self_test import failure, trial_entry, trial_prompts, trial_sink
 from kvmosaic.engines.vllm.forward.ranks import Ranks
-from kvmosaic.engines.vllm.forward.runs import Row
+from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 
-PIECE_TOKENS = 7
-"""Recomputed tokens come in runs of so many, each a virtual sequence of its own."""
+RUN_TOKENS = 7
+"""Tokens of each run that is recomputed, a virtual sequence of its own."""
 
 
 def self_test(
-    model: Any, sink: Sequence[int], chunk_context: str, forward: SparseForward, blocks: RequestBlocks, ranks: Ranks
+    model: Any, sink: Sequence[int], context: str, forward: SparseForward, blocks: RequestBlocks, ranks: Ranks
 ) -> str | None:
     """Why chunks must not be reused, in one line, the same on all ranks; ``None`` when all is well. ``model`` is
-    vLLM's ``ModelConfig``."""
-    after = () if chunk_context == "system" else tuple(sink[:CONTEXT_TOKENS])
+    vLLM's ``ModelConfig``, ``context`` the setting ``chunk_context``."""
+    after = trial_sink(context, sink)
     trials = (
-        VllmTrial(
-            prompt,
-            prompt.tokens_of(prompt.system) if chunk_context == "system" else after,
-            forward,
-            blocks,
-            ranks,
-        )
+        VllmTrial(prompt, chunk_context(context, prompt, after), forward, blocks, ranks)
         for prompt in trial_prompts(len(after), model.get_vocab_size(), model.max_model_len)
     )
     return failure(trials, model.dtype, ranks.count)
@@ -56,7 +51,7 @@ class VllmTrial:
         self._ranks = ranks
         # Block 0 is never used. Backwards, so that a block is not found by counting.
         length = len(prompt.token_ids)
-        self._blocks = [list(range(-(-length // size), 0, -1)) for size in forward.block_sizes]
+        self._blocks = [list(range(-(-length // size), 0, -1)) for size in forward.kv.block_sizes]
 
     def prefill(self, shift: int) -> torch.Tensor:
         return self._outputs([Span(0, len(self._prompt.token_ids))], shift)
@@ -64,9 +59,9 @@ class VllmTrial:
     def recomputed(self) -> torch.Tensor:
         question = self._prompt.question
         self._move()
-        starts = range(0, question.start, PIECE_TOKENS)
-        pieces = [Span(start, min(start + PIECE_TOKENS, question.start)) for start in starts]
-        return self._outputs([*pieces, question])
+        starts = range(0, question.start, RUN_TOKENS)
+        runs = [Span(start, min(start + RUN_TOKENS, question.start)) for start in starts]
+        return self._outputs([*runs, question])
 
     def moved(self) -> torch.Tensor:
         self._move()
@@ -77,13 +72,13 @@ class VllmTrial:
         forward, prompt, context = self._forward, self._prompt, self._context
         computed = []
         for span in prompt.chunks:
-            row = Row([*context, *prompt.tokens_of(span)], 0, self._blocks)
-            k, v = forward.capture([row], shift=span.start - len(context) + shift)
+            run = Run([*context, *prompt.tokens_of(span)], 0, self._blocks)
+            k, v = forward.capture([run], shift=span.start - len(context) + shift)
             computed.append((span, k[:, len(context) :], v[:, len(context) :]))
         for span, k, v in computed:  # only now: they were computed in the same blocks
-            slots = forward.slots(torch.arange(span.start, span.end, device=forward.device), self._blocks)
-            for index, layer in enumerate(forward.layers):
-                forward.write(layer, k[index], v[index], slots)
+            slots = forward.kv.slots(torch.arange(span.start, span.end, device=forward.kv.device), self._blocks)
+            for index, layer in enumerate(forward.kv.layers):
+                forward.kv.write(layer, k[index], v[index], slots)
         return self._outputs([prompt.system, prompt.question], shift)
 
     @cached_property
@@ -99,6 +94,6 @@ class VllmTrial:
 
     def _outputs(self, spans: Sequence[Span], shift: int = 0) -> torch.Tensor:
         """Compute these tokens, the question's being the last of them."""
-        rows = [Row(self._prompt.tokens_of(span), span.start, self._blocks) for span in spans]
-        hidden = self._forward.outputs(rows, shift)[-len(self._prompt.question) :]
+        runs = [Run(self._prompt.tokens_of(span), span.start, self._blocks) for span in spans]
+        hidden = self._forward.outputs(runs, shift)[-len(self._prompt.question) :]
         return self._ranks.first(hidden.float().cpu())

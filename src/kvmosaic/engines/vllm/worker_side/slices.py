@@ -1,24 +1,24 @@
-"""Worker side: what is left to compute of requests that are loaded in several steps."""
+"""What is left to compute of requests that are loaded in several steps."""
 
 from collections.abc import Collection
 
-from kvmosaic.engines.vllm.forward.runs import Row, cut
+from kvmosaic.engines.vllm.forward.runs import Run, cut
 
 
 class Slices:
-    """Hands out the rows of requests in order, some tokens at a time, and says whose are all done."""
+    """Hands out the runs of requests in order, some tokens at a time, and says whose are all done."""
 
     def __init__(self) -> None:
-        self._left: dict[str, list[Row]] = {}
+        self._left: dict[str, list[Run]] = {}
         self._done: set[str] = set()
 
     def __bool__(self) -> bool:
         """Whether anything is left."""
         return bool(self._left)
 
-    def begin(self, request_id: str, rows: list[Row], room: int) -> list[Row]:
-        """The first ``room`` tokens of a request's rows; the others are kept."""
-        now, later = cut(rows, room)
+    def begin(self, request_id: str, runs: list[Run], room: int) -> list[Run]:
+        """The first ``room`` tokens of a request's runs; the others are kept."""
+        now, later = cut(runs, room)
         if later:
             self._left[request_id] = later
         else:
@@ -26,9 +26,9 @@ class Slices:
             self._done.add(request_id)
         return now
 
-    def go_on(self, room: int) -> list[list[Row]]:
+    def go_on(self, room: int) -> list[list[Run]]:
         """The next ``room`` tokens of each request."""
-        return [self.begin(request_id, rows, room) for request_id, rows in list(self._left.items())]
+        return [self.begin(request_id, runs, room) for request_id, runs in list(self._left.items())]
 
     def take_done(self, unwanted: Collection[str]) -> set[str]:
         """Requests of which nothing is left since the last call. Those ``unwanted`` need no more."""

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, Part
+from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, KVPart
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.hf.model import HFModel
 from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.kernels.scores import attention_weights
 
 
-class HFAssembled(AssembledPrompt):
+class HFProbe(AssembledPrompt):
     """Probes run through the sparse forward and stop at the last layer they need."""
 
     def __init__(self, prompt: ChunkedPrompt, question: Span, engine: HFModel, kv: RequestKV) -> None:
@@ -35,7 +35,7 @@ class HFAssembled(AssembledPrompt):
         self.charged += len(self.probe) * (layers[-1] + 1)
         return torch.stack(weights).mean((0, 1))
 
-    def deviation(self, layer: int, part: Part) -> torch.Tensor:
+    def deviation(self, layer: int, part: KVPart) -> torch.Tensor:
         positions = self.positions().to(self._kv.k.device)
         reused = getattr(self._kv, part)[layer][:, positions].clone()
         rows = range(self.prompt.chunks[-1].end)

@@ -1,0 +1,79 @@
+"""The embedded engine's chunk cache: fills what is missing."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.errors import ConfigError, PromptError
+from kvmosaic.core.heads import HeadShare
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.engines.chunk_cache import ChunkCache, Found, Missing
+from kvmosaic.engines.hf.model import HFModel
+
+
+class HFChunkCache(ChunkCache):
+    """Entries of one model, one format and one tenant, computed by ``engine`` where they are missing."""
+
+    def __init__(
+        self, config: ChunkCacheConfig, model: str, *, parser: ChunkTokenParser, engine: HFModel, **settings: Any
+    ) -> None:
+        """``settings``: ``sink`` and ``max_positions``, as for :class:`ChunkCache`."""
+        share = HeadShare.of_rank(0, 1, engine.format.heads, engine.format.layers)
+        super().__init__(config, model, fingerprint=engine.fingerprint, share=share, **settings)
+        self._parser = parser
+        self._engine = engine
+
+    def find_or_fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[Found]:
+        """An entry for every chunk of a prompt of ``length`` tokens. Missing ones are filled together and
+        stored; a repeated one is filled once."""
+        found, missing = self.find(chunks, context, length)
+        found |= self.fill_missing(missing, context, length)
+        return [found[tuple(chunk)] for chunk in chunks]
+
+    def fill_all(self, prompt: ChunkedPrompt) -> None:
+        """Have every chunk of a prompt in the store that fits into it."""
+        context, length = self.context_of(prompt), len(prompt.token_ids)
+        fitting = [span for span in prompt.chunks if self.fits(len(span), context, length)]
+        self.find_or_fill([prompt.tokens_of(span) for span in fitting], context, length)
+
+    def fill_missing(
+        self, missing: Mapping[tuple[int, ...], Missing], context: Sequence[int], length: int
+    ) -> dict[tuple[int, ...], Found]:
+        """Fill and store what :meth:`find` did not find."""
+        if not missing:
+            return {}
+        entries = self.fill({lacking.key: chunk for chunk, lacking in missing.items()}, context, length)
+        return {
+            chunk: Found(entry, None, lacking.reason)
+            for (chunk, lacking), entry in zip(missing.items(), entries, strict=True)
+        }
+
+    def fill(self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
+        """Compute the entries of chunks that are missing, together, and store them under their keys."""
+        entries = []
+        computed = self._engine.fill(context, list(chunks.values()), length)
+        for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
+            entries.append(self.put(key, chunk, context, k, v))
+        return entries
+
+    def warm(self, documents: Iterable[str], prompt_length: int | None = None) -> int:
+        """Fill and store these documents ahead of time, each as a chunk; returns how many were new.
+
+        ``prompt_length`` is that of the prompts they are meant for, in tokens; it matters only to models with
+        different rope tables for short and long prompts."""
+        if self._config.chunk_context == "system":
+            raise ConfigError("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
+        if isinstance(documents, str):
+            raise PromptError("warm() takes a list of documents, not one text")
+        chunks = [self._parser.document_tokens(document) for document in documents]
+        length = prompt_length or len(self.sink) + max(map(len, chunks), default=0)
+        chunks = [chunk for chunk in chunks if self.fits(len(chunk), self.sink, length)]
+        if not chunks:
+            return 0
+        if not self.serves(length):
+            raise ConfigError(f"this model's rope table is different for every prompt of {length} tokens or more")
+        found = self.find_or_fill(chunks, self.sink, length)
+        return len({item.entry.key for item in found if item.tier is None})

@@ -1,0 +1,36 @@
+"""Rules that both engines share about what KV depends on: the model's name, its configuration, what comes before a
+chunk."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.core.sink import sink_tokens
+
+_WHERE_AND_WHO = ("_name_or_path", "transformers_version")
+"""Entries of a model's configuration that depend on where it lies and on the library that reads it."""
+
+
+def model_name(name_or_path: str) -> str:
+    """A model's name in keys: the last part of a folder's path, the same wherever the folder is; a hub name with its
+    owner."""
+    return Path(name_or_path).name if Path(name_or_path).exists() else name_or_path
+
+
+def config_identity(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a model's configuration its KV depends on."""
+    return {name: value for name, value in config.items() if name not in _WHERE_AND_WHO}
+
+
+def sink_of(config: ChunkCacheConfig, bos_token_id: int | None, tokenizer: Any) -> tuple[int, ...]:
+    """The sink prefix of a configuration; ``tokenizer`` is ``None`` where there is none."""
+    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
+    return tuple(sink_tokens(config.sink_prefix, config.chunk_separator, bos_token_id, encode))
+
+
+def chunk_context(setting: str, prompt: ChunkedPrompt, sink: Sequence[int]) -> tuple[int, ...]:
+    """What the chunks of a prompt are computed after, by the setting ``chunk_context``."""
+    return prompt.tokens_of(prompt.system) if setting == "system" else tuple(sink)

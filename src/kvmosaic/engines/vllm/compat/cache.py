@@ -1,0 +1,46 @@
+"""The shape of vLLM's KV cache."""
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, get_kv_cache_spec_kind
+
+
+def block_size(kv_cache_config: Any) -> int:
+    """Tokens per block of the one group."""
+    size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    return size
+
+
+def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens per hash in ``request.block_hashes``."""
+    size: int = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+    return size
+
+
+def unsupported_cache(kv_cache_config: Any) -> list[str]:
+    """Why the KV cache that vLLM is going to make cannot hold chunks."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        return []
+    kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+    return [f"this model keeps its KV in {len(groups)} group(s) of {kinds}, not of all tokens; use another model"]
+
+
+def sliding_window(kv_cache_config: Any) -> int | None:
+    """Tokens that each token sees, itself among them, in layers with a sliding window; ``None`` without such layers.
+    All of them have one size, or vLLM refuses to keep all layers in one group."""
+    window: int | None = kv_cache_config.kv_cache_groups[0].kv_cache_spec.sliding_window
+    return window
+
+
+def spec_kind(kv_cache_config: Any) -> str:
+    """The name that vLLM's events have for the layers of the one group."""
+    kind: str = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value
+    return kind
+
+
+def windowed_kind() -> str:
+    """The name that vLLM's events have for a group of layers with a sliding window."""
+    kind: str = KVCacheSpecKind.SLIDING_WINDOW.value
+    return kind

@@ -1,0 +1,25 @@
+"""vLLM's attention metadata: what backends are told of the sequences in a forward."""
+
+import copy
+from typing import Any
+
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
+
+__all__ = ["build_attn_metadata", "build_slot_mappings_by_layer", "init_attn_backend", "with_sequences"]
+
+SIZED_BY_BUILDERS = frozenset({"CPU_ATTN", "FLASHINFER", "FLASH_ATTN", "TRITON_ATTN"})
+"""Backends whose source was read: only their metadata builders depend on the maximum number of sequences."""
+
+
+def with_sequences(vllm_config: Any, kv_cache_config: Any, count: int) -> Any:
+    """The configuration with which metadata builders take ``count`` sequences. It stays as it is where it allows
+    more, or where a backend may have other buffers of that size."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
+    backends = {layers[name].get_attn_backend().get_name() for name in names}
+    if vllm_config.scheduler_config.max_num_seqs >= count or not backends <= SIZED_BY_BUILDERS:
+        return vllm_config
+    config = copy.copy(vllm_config)
+    config.scheduler_config = copy.copy(vllm_config.scheduler_config)
+    config.scheduler_config.max_num_seqs = count
+    return config

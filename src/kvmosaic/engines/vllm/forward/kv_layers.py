@@ -1,0 +1,61 @@
+"""The attention layers of a model and their paged caches."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from kvmosaic.engines.vllm.compat.layers import attention_layers, window_of, write_kv
+from kvmosaic.engines.vllm.forward.runs import Pass, Run
+
+
+class KVLayers:
+    """All layers that cache K and V, first to last, as our own code writes to them."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, device: torch.device) -> None:
+        groups = kv_cache_config.kv_cache_groups
+        self.device = device
+        self.layers: list[Any] = attention_layers(vllm_config, kv_cache_config)
+        self.num_blocks: int = kv_cache_config.num_blocks
+        self.block_sizes: list[int] = [group.kv_cache_spec.block_size for group in groups]
+        """Tokens per block, per KV cache group."""
+        self.index_of: dict[str, int] = {layer.layer_name: index for index, layer in enumerate(self.layers)}
+        """By vLLM's name of the layer."""
+        self._group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def full(self) -> tuple[int, ...]:
+        """Layers whose attention reaches every earlier token."""
+        return tuple(index for index, layer in enumerate(self.layers) if window_of(layer) is None)
+
+    @cached_property
+    def windowed(self) -> tuple[int, ...]:
+        """Layers with a sliding window."""
+        return tuple(index for index in range(len(self.layers)) if index not in self.full)
+
+    @property
+    def free_blocks(self) -> list[range]:
+        """Some blocks, per KV cache group, that are free while the engine starts; block 0 is never used."""
+        return [range(1, 9) for _ in self.block_sizes]
+
+    def make_pass(self, runs: Sequence[Run]) -> Pass:
+        return Pass(runs, self.block_sizes, self.device)
+
+    def slots(self, positions: torch.Tensor, blocks: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Slot of each position ``[tokens]`` of a sequence, ``[groups, tokens]``."""
+        tables = [torch.tensor(row, dtype=torch.long, device=self.device) for row in blocks]
+        return torch.stack(
+            [
+                table[positions // size] * size + positions % size
+                for table, size in zip(tables, self.block_sizes, strict=True)
+            ]
+        )
+
+    def write(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store K and V ``[tokens, heads, dim]`` of one layer at ``slots`` ``[groups, tokens]``; the backend chooses
+        the order of numbers."""
+        write_kv(layer, k, v, slots[self._group_of[layer.layer_name]])

@@ -1,0 +1,94 @@
+"""Which requests are put together from chunks, and how much of that fits into a step."""
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
+from kvmosaic.engines.vllm.shape import EngineShape
+
+TRIAL_SHARE = 0.05
+"""Share of all time that trying a refused way again may cost."""
+
+
+class Judge:
+    """Whether to do something that is predicted to take so long, rather than something else.
+
+    Only what is done is measured again, and a misjudgement must not last. So each refusal puts some time by, and what
+    is judged too slow is tried when there is enough to pay for it."""
+
+    def __init__(self) -> None:
+        self._put_by = 0.0
+
+    def is_faster(self, predicted: float, otherwise: float) -> bool:
+        """``predicted`` and ``otherwise``: seconds."""
+        loss = max(0.0, predicted - otherwise)
+        if loss > self._put_by:
+            self._put_by += TRIAL_SHARE * otherwise
+            return False
+        self._put_by -= loss
+        return True
+
+
+class Admission:
+    """Predicts what reuse costs, from what ranks measured and the mirror knows, and keeps steps short."""
+
+    def __init__(self, config: ChunkCacheConfig, shape: EngineShape, mirror: StoreMirror) -> None:
+        self._fills_first = config.miss_policy == "fill-first"
+        self._shape = shape
+        self._mirror = mirror
+        self._costs: dict[int, dict[str, Line]] = {}
+        """What each rank measured."""
+        self._judge = Judge()
+        self._tokens_in_step = 0
+        """Approximate tokens that the coming step computes for chunks, beside vLLM's own."""
+
+    def measured(self, rank: int, costs: dict[str, Line]) -> None:
+        """A rank reports what stages take."""
+        self._costs[rank] = costs
+
+    def tokens_to_compute(self, request: ChunkRequest, local: int) -> int:
+        """Approximate tokens that are computed to bring what follows the first ``local`` tokens."""
+        missing = blended = 0
+        for span, digest in request.chunks_from(local):
+            tokens = span.end - max(span.start, local)
+            is_missing = not self._mirror.has(digest)
+            missing += tokens if is_missing else 0
+            blended += tokens if not is_missing or self._fills_first else 0
+        context = len(request.context) if missing and self._fills_first else 0
+        return max(0, request.prompt.system.end - local) + context + missing + int(request.ratio * blended)
+
+    def is_faster(self, request: ChunkRequest, local: int) -> bool:
+        """Whether reusing what there is is predicted to be faster than a plain prefill."""
+        ahead = request.prompt.question.start - local
+        computed = self.tokens_to_compute(request, local)
+        if not all({"blend", "remap"} <= costs.keys() for costs in self._costs.values()):
+            return computed < ahead  # too little was measured yet
+        request.predicted = self._seconds("blend", computed) + self._seconds("remap", ahead - computed)
+        if request.is_probed and all("probe" in costs for costs in self._costs.values()):
+            request.predicted += self._seconds("probe", ahead)
+        return computed < ahead and self._judge.is_faster(request.predicted, self._seconds("blend", ahead))
+
+    def first_slice(self, request: ChunkRequest, local: int) -> int | None:
+        """Tokens to compute in the first step, where all of them would take longer than a step; else ``None``."""
+        # Asking the question takes about as long as computing half a step's tokens.
+        room = self._shape.step_tokens // 2 if request.is_probed else self._shape.step_tokens
+        return room if self.tokens_to_compute(request, local) > room else None
+
+    def has_room(self, request: ChunkRequest, local: int) -> bool:
+        """Whether the coming step has room for a request beside those it has: others' decoding must not wait for many
+        blends at once."""
+        if not self._tokens_in_step:
+            return True
+        return self._tokens_in_step + self.tokens_to_compute(request, local) <= self._shape.step_tokens
+
+    def admit(self, request: ChunkRequest, local: int) -> None:
+        """The coming step loads a request."""
+        self._tokens_in_step += self.tokens_to_compute(request, local)
+
+    def begin_step(self, *, is_full: bool) -> None:
+        """The next step is planned from here on; it is full while requests are loaded in slices."""
+        self._tokens_in_step = self._shape.step_tokens if is_full else 0
+
+    def _seconds(self, stage: str, tokens: int) -> float:
+        """What a stage takes on the slowest rank."""
+        return max(costs[stage].seconds(tokens) for costs in self._costs.values())

@@ -1,0 +1,57 @@
+"""What both sides of the connector are made of: settings, parser, sink prefix, sizes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvmosaic.core.config import ChunkCacheConfig, load_config
+from kvmosaic.core.errors import ConfigError, UnsupportedModelError
+from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.engines.identity import sink_of
+from kvmosaic.engines.vllm.compat.cache import unsupported_cache
+from kvmosaic.engines.vllm.shape import EngineShape
+from kvmosaic.engines.vllm.support import policy_served, unsupported
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The same in the scheduler's process and in the workers'."""
+
+    config: ChunkCacheConfig
+    parser: ChunkTokenParser
+    sink: tuple[int, ...]
+    """What chunks are computed after."""
+    shape: EngineShape
+    engine_id: str
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any) -> "EngineSetup":
+        """Raises :class:`UnsupportedModelError` or :class:`ConfigError`, with one line, where chunks cannot work."""
+        problems = unsupported(vllm_config) or unsupported_cache(kv_cache_config)
+        if problems:
+            raise UnsupportedModelError(f"the chunk cache cannot be used here: {problems[0]}")
+        model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+        # Our front ends give all settings; the profile is for a plain ``vllm serve``.
+        config = load_config(model.model, **transfer.kv_connector_extra_config)
+        shape = EngineShape.of(vllm_config, kv_cache_config, config)
+        try:
+            policy_served(config.policy, shape.num_layers)
+        except ConfigError as error:
+            raise config.blame(error) from None
+        tokenizer = _tokenizer(model)
+        return cls(
+            config,
+            ChunkTokenParser(tokenizer, config.chunk_separator),
+            sink_of(config, model.hf_text_config.bos_token_id, tokenizer),
+            shape,
+            transfer.engine_id,
+        )
+
+
+def _tokenizer(model: Any) -> Any:
+    if model.skip_tokenizer_init:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+    )

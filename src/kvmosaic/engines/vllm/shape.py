@@ -1,0 +1,71 @@
+"""The sizes of one engine that the scheduler's rules depend on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.window import reachable_tail
+from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, sliding_window
+from kvmosaic.engines.vllm.support import looks_inside
+
+SEGMENT_TOKENS = 256
+"""Approximate tokens of an exact prefix that are one entry: enough to move well, few enough that little of a prompt
+is left over."""
+MAX_SEGMENT_TOKENS = 2048
+"""Maximum tokens of such an entry, where it is made larger so that layers with a sliding window can leave some
+out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """Sizes of one vLLM engine, in tokens unless said otherwise."""
+
+    block_size: int
+    hash_block_size: int
+    """Tokens per hash in a request's block hashes."""
+    ranks: int
+    """Tensor-parallel ranks."""
+    step_tokens: int
+    """Most tokens that vLLM computes in a step."""
+    max_positions: int
+    """The longest sequence."""
+    num_layers: int
+    has_drafts: bool
+    """Whether tokens are computed that may turn out never to have been said."""
+    segment_tokens: int
+    """Tokens of an exact prefix that are one entry; a multiple of ``block_size``."""
+    window_tail: int | None
+    """Tokens of an entry that are kept in layers with a sliding window; ``None``: all."""
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any, config: ChunkCacheConfig) -> "EngineShape":
+        size, window = block_size(kv_cache_config), sliding_window(kv_cache_config)
+        has_drafts = vllm_config.speculative_config is not None
+        # A draft model begins a token before the boundary, and so a block before it.
+        reach = None if window is None else reachable_tail(window, size, int(has_drafts))
+        cuts = config.window_tails and not looks_inside(config.policy, config.recompute_ratio)
+        return cls(
+            block_size=size,
+            hash_block_size=hash_block_size(vllm_config, kv_cache_config),
+            ranks=vllm_config.parallel_config.tensor_parallel_size,
+            step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_positions=vllm_config.model_config.max_model_len,
+            num_layers=vllm_config.model_config.hf_text_config.num_hidden_layers,
+            has_drafts=has_drafts,
+            segment_tokens=-(-segment_tokens(reach) // size) * size,
+            window_tail=reach if cuts else None,
+        )
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that ``tokens`` take."""
+        return -(-tokens // self.block_size)
+
+    def is_cut(self, tokens: int) -> bool:
+        """Whether an entry of ``tokens`` does not keep all of them in all layers."""
+        return self.window_tail is not None and tokens > self.window_tail
+
+
+def segment_tokens(reach: int | None) -> int:
+    """Tokens of a segment, of which only the last ``reach`` are needed in layers with a sliding window: twice as
+    many, or nothing is saved. The same where all are kept, so that what is found does not depend on what is kept."""
+    return SEGMENT_TOKENS if reach is None or 2 * reach > MAX_SEGMENT_TOKENS else max(SEGMENT_TOKENS, 2 * reach)

@@ -1,0 +1,155 @@
+"""Brings what the store has of a request into its blocks."""
+
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.prompt import Span
+from kvmosaic.engines.chunk_cache import ChunkCache
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
+from kvmosaic.engines.vllm.messages import ChunkLoad
+from kvmosaic.engines.vllm.paged.base import RequestBlocks
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
+from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
+from kvmosaic.store import LookupResult, MissReason
+
+logger = logging.getLogger(__name__)
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a prompt that may be one entry in the store."""
+
+    span: Span
+    tokens: tuple[int, ...]
+    context: tuple[int, ...]
+    key: ChunkKey
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What stands in a request's blocks."""
+
+    spans: list[Span]
+    """All of it, ascending."""
+    moves: list[tuple[ChunkKV, int]]
+    """The chunks among it, and where they stand."""
+    system_remainder: Segment | None
+    """The end of the system prompt, if it is still to be computed and stored."""
+
+
+class Bringer:
+    """Finds or fills a request's chunks, and puts them in place. All ranks do the same, or agree by vote."""
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        paged: RequestBlocks,
+        filler: ChunkFiller,
+        block_sizes: Sequence[int],
+        *,
+        ranks: Ranks,
+        timer: StageTimer,
+        stats: ChunkStats,
+    ) -> None:
+        self._cache = cache
+        self._paged = paged
+        self._filler = filler
+        self._block_sizes = block_sizes
+        self._ranks = ranks
+        self._timer = timer
+        self._stats = stats
+
+    def bring(self, load: ChunkLoad, pins: ExitStack) -> Brought | None:
+        """Put in place what the store can give. ``None`` if that failed on some rank. While ``pins`` are open, no
+        other thread puts anything in the entries' place: the GPU may be told to read them only later."""
+        try:
+            brought = self._bring(load, pins)
+        except Exception:
+            logger.exception("could not load the chunks of request %s; it is prefilled instead", load.request_id)
+            brought = None
+        return brought if self._ranks.all_have([brought is not None])[0] else None
+
+    def _bring(self, load: ChunkLoad, pins: ExitStack) -> Brought:
+        prompt = load.prompt
+        context = self._cache.context_of(prompt)
+        chunks = [
+            Segment(span, prompt.tokens_of(span), context, self._cache.key_of_hash(digest, len(span), ANY_LENGTH))
+            for span, digest in zip(prompt.chunks, load.digests, strict=True)
+            if span.end > load.start
+        ]
+        remainder = self._system_remainder(load)
+        pins.enter_context(self._cache.store.pin([segment.key for segment in (*remainder, *chunks)]))
+        with self._timer.stage("lookup"):
+            entries = self._find(chunks, remainder)
+        missing = [segment for segment in chunks if segment.key not in entries]
+        if missing and load.fill:
+            entries |= self._fill(missing, load)
+        usable = [segment for segment in (*remainder, *chunks) if segment.key in entries]
+        placed = [(entries[segment.key], segment.span.start) for segment in usable]
+        with self._timer.stage("remap", sum(len(segment.tokens) for segment in usable)) as remap:
+            remap.end = self._paged.place(placed, load.blocks, load.start)
+        return Brought(
+            [segment.span for segment in usable],
+            [(entries[segment.key], segment.span.start) for segment in chunks if segment.key in entries],
+            next((segment for segment in remainder if segment not in usable), None),
+        )
+
+    def _system_remainder(self, load: ChunkLoad) -> list[Segment]:
+        """The system tokens behind the last full block, if any. vLLM's prefix cache has full blocks alone; with these
+        few in the store, a known system prompt needs no forward at all. They stay where they are: exact, not
+        moved."""
+        prompt, size = load.prompt, self._block_sizes[0]
+        span = Span(prompt.system.end // size * size, prompt.system.end)
+        if not load.is_shared or not span or load.start > span.start:
+            return []
+        tokens, context = prompt.tokens_of(span), prompt.token_ids[: span.start]
+        return [Segment(span, tokens, context, self._cache.key(tokens, context, ANY_LENGTH))]
+
+    def _find(self, chunks: Sequence[Segment], remainder: Sequence[Segment]) -> dict[ChunkKey, ChunkKV]:
+        """The entries that every rank has."""
+        entries: dict[ChunkKey, ChunkKV] = {}
+        segments = list({segment.key: segment for segment in (*chunks, *remainder)}.values())
+        absent = self._cache.store.absent(segment.key for segment in segments)
+        results = [self._look_up(segment, segment not in remainder, absent) for segment in segments]
+        agreed = self._ranks.all_have([result.entry is not None for result in results])
+        for segment, result, is_everywhere in zip(segments, results, agreed, strict=True):
+            if is_everywhere:
+                assert result.entry is not None
+                entries[segment.key] = result.entry
+            if segment not in remainder and is_everywhere:
+                self._stats.count_alike("chunk_hits", str(result.tier))
+            elif segment not in remainder:
+                self._stats.count_alike("chunk_misses", result.reason.value if result.reason else "other-rank")
+        return entries
+
+    def _look_up(self, segment: Segment, counted: bool, absent: Collection[tuple[int, ChunkKey]]) -> LookupResult:
+        """An error is a miss: other ranks may have none, and all have to vote on the same segments."""
+        try:
+            return self._cache.store.lookup(segment.key, segment.tokens, segment.context, counted, absent)
+        except Exception:
+            logger.exception("could not look up a chunk of %d tokens", len(segment.tokens))
+            return LookupResult(None, None, MissReason.ERROR)
+
+    def _fill(self, missing: Sequence[Segment], load: ChunkLoad) -> dict[ChunkKey, ChunkKV]:
+        """Compute and store what is missing, in the request's own blocks, which are written again afterwards, and the
+        spare ones."""
+        sizes, length = self._block_sizes, len(load.prompt.token_ids)
+        blocks = [
+            (*row, *load.spare)[load.shared_until // size :] for row, size in zip(load.blocks, sizes, strict=True)
+        ]
+        room = min(len(row) * size for row, size in zip(blocks, sizes, strict=True))
+        fitting: dict[ChunkKey, tuple[int, ...]] = {}
+        for segment in missing:
+            tokens, context = segment.tokens, segment.context
+            # vLLM's prefix cache may hold so much of the prompt that the rest has too few blocks.
+            if len(context) + len(tokens) <= room and self._cache.fits(len(tokens), context, length):
+                fitting[segment.key] = tokens
+            else:
+                logger.warning("a chunk of %d tokens is computed as ordinary text: no room to fill it", len(tokens))
+        return self._filler.fill(fitting, missing[0].context, blocks) if fitting else {}

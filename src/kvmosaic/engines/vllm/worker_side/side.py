@@ -1,0 +1,229 @@
+"""The worker's side as a whole: what it is made of, the order of a step, what it reports."""
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from kvmosaic.core.key import format_fingerprint
+from kvmosaic.core.window import WHOLE, WindowTails
+from kvmosaic.engines.chunk_cache import ChunkCache
+from kvmosaic.engines.identity import config_identity, model_name
+from kvmosaic.engines.self_test import OFF
+from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
+from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
+from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH, measure_rotary
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
+from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
+from kvmosaic.engines.vllm.messages import RankReport, StepReport, StepWork
+from kvmosaic.engines.vllm.paged.base import RequestBlocks
+from kvmosaic.engines.vllm.paged.by_backend import BackendBlocks
+from kvmosaic.engines.vllm.paged.by_kernel import KernelBlocks, readable_caches
+from kvmosaic.engines.vllm.paged.layout_probe import BlockReader
+from kvmosaic.engines.vllm.setup import EngineSetup
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
+from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.blender import Blender
+from kvmosaic.engines.vllm.worker_side.bringer import Bringer
+from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
+from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
+from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
+from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
+from kvmosaic.engines.vllm.worker_side.self_test import self_test
+from kvmosaic.models.digest import weights_digest
+
+logger = logging.getLogger(f"vllm.{__name__}")
+"""A child of vLLM's logger, so that it inherits prefix, level and handlers."""
+
+
+class WorkerSide:
+    """One tensor-parallel rank. It is made when vLLM's KV cache is there and no block of it is in use yet."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        runner: Any,
+        device_pool: torch.Tensor | None,
+    ) -> None:
+        """``runner`` is vLLM's model runner; ``device_pool`` memory of the GPU, ``[bytes]``, for the fastest tier."""
+        self._setup = setup
+        self._model = vllm_config.model_config
+        kv = KVLayers(vllm_config, kv_cache_config, runner.device)
+        self.ranks = Ranks(self._model, len(kv))
+        self.stats = ChunkStats(rank=self.ranks.rank)
+        self.timer = StageTimer(self.stats, kv.device)
+        # Where our kernels can read the cache, entries come in beside the engine's stream, and attention has tiles.
+        caches, metadata = readable_caches(kv), MetadataBuilder(vllm_config, kv_cache_config, kv.device)
+        tiles = None
+        self._arrivals: LayerArrivals | None = None
+        if caches is not None:
+            self._arrivals = LayerArrivals(caches.layers)
+            tiles = TileAttention.measure(kv, metadata, self.ranks, self._model.max_model_len)
+        self.forward = SparseForward(vllm_config, runner, kv, metadata, arrivals=self._arrivals, tiles=tiles)
+        self.rotary = measure_rotary(self.forward, runner.model)
+        """How the keys of each layer turn."""
+        tail = setup.shape.window_tail
+        tails = WHOLE if tail is None else WindowTails(kv.windowed, tail)
+        paged: RequestBlocks | None = None
+        if caches is not None and self._arrivals is not None:
+            paged = KernelBlocks.open(self.forward, caches, self._arrivals, self.rotary, tails)
+        self.paged: RequestBlocks = paged or BackendBlocks(
+            self.forward, self.rotary, tails, BlockReader.measure(kv) if setup.config.prefix_blocks else None
+        )
+        self.cache = self._open_cache(device_pool, tails)
+        self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
+        self._filler = ChunkFiller(self.cache, self.paged, self.timer, self.stats)
+        self.loader = ChunkLoader(
+            self.cache,
+            self.paged,
+            Bringer(
+                self.cache,
+                self.paged,
+                self._filler,
+                kv.block_sizes,
+                ranks=self.ranks,
+                timer=self.timer,
+                stats=self.stats,
+            ),
+            self.blender,
+            step_tokens=self.forward.step_tokens,
+            timer=self.timer,
+            stats=self.stats,
+        )
+        self.prefixes = PrefixLoader(self.cache, self.paged, self.ranks, self.timer, self.stats)
+        self.fetcher = ChunkFetcher(self.cache.store)
+        self._counted = self.cache.store.event_counts()
+        self._has_reported = False
+        self.off_reason: str | None = None
+        """Why nothing may be reused: the scheduler is told so, and hands out no work."""
+        if setup.config.self_test:
+            self.off_reason = self_test(
+                self._model, setup.sink, setup.config.chunk_context, self.forward, self.paged, self.ranks
+            )
+        if self.ranks.rank == 0:
+            self._say_what_is_on(device_pool)
+
+    def step(self, work: StepWork) -> None:
+        """Do what the scheduler planned for a step, before the step's own forward."""
+        if work.is_empty and not self.loader.slices:
+            return
+        self.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
+        if work.clear:
+            self.cache.clear()
+            self.blender.clear()
+        for request_id in work.released:
+            self.fetcher.release(request_id)
+        for fetch in work.fetches:
+            keys = [self.cache.key_of_hash(*chunk, ANY_LENGTH) for chunk in fetch.chunks]
+            self.fetcher.start(fetch.request_id, keys)
+        for prefix in work.prefix_loads:
+            self.prefixes.load(prefix)
+            self.fetcher.release(prefix.request_id)
+        self.loader.load(work.loads)
+        for load in work.loads:
+            self.fetcher.release(load.request_id)
+        self._filler.fill_in_background(work.fills)
+
+    def wait_for_layer(self, name: str) -> None:
+        """Have the GPU wait for what is on its way into a layer."""
+        layer = self.forward.kv.index_of.get(name)
+        if self._arrivals is not None and layer is not None:
+            self._arrivals.wait(layer)
+
+    def wait_for_all(self) -> None:
+        """Likewise for all layers."""
+        if self._arrivals is not None:
+            self._arrivals.wait_for_all()
+
+    def take_loaded(self, finished: Collection[str]) -> set[str]:
+        """Requests whose slices are all computed since the last call; ``finished`` ones need no more."""
+        return self.loader.slices.take_done(finished)
+
+    def take_report(self) -> StepReport | None:
+        """What the scheduler should know of this rank, if there is news; all that is stored, the first time."""
+        # In this order: a scheduler that hears that a fetch is over has to hear of what it brought.
+        fetched = self.fetcher.take_finished()
+        changes = self.cache.take_changes(ANY_LENGTH)
+        has_measured = self.timer.take_news()
+        if self._has_reported and not changes and not fetched and not has_measured:
+            return None
+        self._has_reported = True
+        for seconds in fetched.values():
+            self.stats.observe("fetch", seconds)
+        lines = {str(stage): cost.line() for stage, cost in self.timer.costs.items()}
+        return StepReport(
+            [
+                RankReport(
+                    rank=self.ranks.rank,
+                    fastest=self.cache.store.fastest_tier,
+                    changes=changes,
+                    fetched=list(fetched),
+                    costs={stage: line for stage, line in lines.items() if line is not None},
+                    is_off=self.off_reason is not None,
+                )
+            ]
+        )
+
+    def take_stats(self) -> ChunkStats | None:
+        """Metrics since the last call, if there are any."""
+        self.timer.collect()
+        if self.stats.is_empty():
+            return None
+        counts = self.cache.store.event_counts()
+        for event in ("evictions", "write_errors"):
+            self.stats.count(event, "", counts[event] - self._counted[event])
+        self._counted = counts
+        for name, (entries, nbytes) in self.cache.store.held().items():
+            self.stats.level("tier_entries", name, entries)
+            self.stats.level("tier_bytes", name, nbytes)
+        return self.stats.take()
+
+    def close(self) -> None:
+        """Finish what is being fetched and written."""
+        self.fetcher.close()
+        self.cache.close()
+
+    def _open_cache(self, device_pool: torch.Tensor | None, tails: WindowTails) -> ChunkCache:
+        model, ranks = self._model, self.ranks
+        fingerprint = format_fingerprint(
+            columns=[layer.columns if layer else None for layer in self.rotary],
+            dtype=str(model.dtype),
+            quantization=model.quantization,
+            revision=model.revision,
+            config=config_identity(model.hf_text_config.to_dict()),
+            weights=ranks.first(weights_digest(model.model, model.revision) if ranks.rank == 0 else None),
+        )
+        return ChunkCache(
+            self._setup.config,
+            model_name(model.model),
+            sink=self._setup.sink,
+            fingerprint=lambda length: fingerprint,  # vLLM's rotary tables do not depend on a prompt's length
+            share=ranks.share,
+            max_positions=model.max_model_len,
+            device_pool=device_pool,
+            tails=tails,
+        )
+
+    def _say_what_is_on(self, device_pool: torch.Tensor | None) -> None:
+        if self.off_reason is not None:
+            logger.error(OFF, self.off_reason)
+            return
+        config = self._setup.config
+        budgets = {
+            "device": 0 if device_pool is None else device_pool.nbytes,
+            "host": config.host_memory,
+            "disk": config.disk_budget,
+        }
+        held = self.cache.store.held()  # a disk that cannot be used has no tier
+        tiers = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in budgets.items() if name in held)
+        tiers += f", remote {config.remote}" if config.remote else ""
+        tiers += " head by head" if config.remote and config.per_head_storage else ""
+        writer = "kvmosaic's kernel" if isinstance(self.paged, KernelBlocks) else "the backend's writer"
+        logger.info("chunk cache on for %s: %s; chunks placed by %s", self._model.served_model_name, tiers, writer)
+        if config.prefix_blocks and not self.paged.can_read:
+            logger.warning("prefix_blocks: this attention backend's cache cannot be read back; none are stored")
