@@ -70,16 +70,16 @@ def measure(
         max_num_batched_tokens=STEP_TOKENS,
         max_num_seqs=decoders + 1,
     )
-    steps, chance = Steps(llm), documents.chance("prompts")
+    steps, rng = Steps(llm), documents.rng("prompts")
     texts, system = documents.texts(), documents.system()
     plainly = {"chunk_cache": False}
     params: dict[str, dict[str, Any]] = {"prefill": plainly, "blend": {"policy": policy, "recompute_ratio": ratio}}
 
     def prompt(case: str) -> Prompt:
         if case == "prefill":
-            return Prompt(random_tokens(chance, documents.prompt_tokens), [])
-        chance.shuffle(texts)
-        return assemble(system, texts, chance)
+            return Prompt(random_tokens(rng, documents.prompt_tokens), [])
+        rng.shuffle(texts)
+        return assemble(system, texts, rng)
 
     tell("warming up")
     for case in ("blend", "blend", "prefill"):  # the first fills the cache
@@ -87,9 +87,7 @@ def measure(
         steps.finish()
     decoding = [
         # They decode until they are aborted.
-        steps.add(
-            Prompt(random_tokens(chance, DECODER_TOKENS), []), documents.prompt_tokens + 2048, params["prefill"]
-        )
+        steps.add(Prompt(random_tokens(rng, DECODER_TOKENS), []), documents.prompt_tokens + 2048, params["prefill"])
         for _ in range(decoders)
     ]
     while not all(request.tokens for request in decoding):

@@ -74,10 +74,10 @@ def _attention(context: int, heads: int, group: int, head_dim: int, blocks: list
     ms = _milliseconds(lambda: dense(q, k, v, is_causal=True))
     rows.append(_row("dense attention", ms, per_key * context * (context + 1) // 2))
     at_once = key_ranges_at_once(a.device, heads)
-    cache, chance = _cache(context, heads, head_dim).normal_(), np.random.default_rng(0)
+    cache, rng = _cache(context, heads, head_dim).normal_(), np.random.default_rng(0)
     for ratio in RATIOS:
         for run in RUNS:
-            starts = np.sort(chance.permutation(context // run)[: int(ratio * context / run)]) * run
+            starts = np.sort(rng.permutation(context // run)[: int(ratio * context / run)]) * run
             positions = (starts[:, None] + np.arange(run)).ravel()
             some = torch.randn(len(positions), heads * group, head_dim, dtype=torch.bfloat16, device="cuda")
             queries, out = (

@@ -36,10 +36,10 @@ def measure(engine: str, model: dict[str, Any], repeats: int, outputs: int) -> d
     llm = start(Model(**model), enable_chunk_cache=engine == "chunk_cache", max_model_len=4096)
     from vllm import SamplingParams  # after the engine's start, which says how vLLM is to run
 
-    chance = random.Random(0)
+    rng = random.Random(0)
 
     def seconds(length: int) -> float:
-        prompts = [{"prompt_token_ids": random_tokens(chance, PROMPT_TOKENS)} for _ in range(REQUESTS)]
+        prompts = [{"prompt_token_ids": random_tokens(rng, PROMPT_TOKENS)} for _ in range(REQUESTS)]
         sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)

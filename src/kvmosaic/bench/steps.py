@@ -48,8 +48,8 @@ class Steps:
         return bool(self._running)
 
     def add(self, prompt: Prompt, outputs: int, params: dict[str, Any] | None, since: float | None = None) -> Request:
-        """Have a request answered with so many tokens. ``params`` are what it asks of the chunk cache; ``None`` in an
-        engine that has none. ``since``: when it came, if not now."""
+        """Have a request answered with ``outputs`` tokens. ``params`` are what it asks of the chunk cache; ``None``
+        in an engine that has none. ``since``: when it came, if not now."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -32,7 +32,7 @@ def run(
     ratio: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Mean time to the first token of both engines, by batches of so many queries, and how many times faster reuse
+    """Mean time to the first token of both engines, by batches of ``batch`` queries, and how many times faster reuse
     is. The first batch has to fill the cache. ``device_share``, ``host_share``: how much of the corpus fits the
     chunk cache on the device and in host memory; plain vLLM gets the device's part on top of its own cache."""
     if queries < 2 * batch:
@@ -99,15 +99,15 @@ def measure(
         num_gpu_blocks_override=pool // block,
     )
     params = {"recompute_ratio": ratio} if engine == "reuse" else None
-    steps, chance = Steps(llm), documents.chance("queries")
+    steps, rng = Steps(llm), documents.rng("queries")
     texts, system, batches = documents.texts(), documents.system(), list[dict[str, Any]]()
-    steps.add(assemble(system, [], chance), 1 + OUTPUTS, params)  # the first steps compile and reserve
+    steps.add(assemble(system, [], rng), 1 + OUTPUTS, params)  # the first steps compile and reserve
     steps.finish()
-    drawn = new_combinations(documents, queries, chance)
+    drawn = new_combinations(documents, queries, rng)
     for number in range(queries // batch):
         requests = []
         for _ in range(batch):
-            requests.append(steps.add(assemble(system, [texts[i] for i in next(drawn)], chance), OUTPUTS, params))
+            requests.append(steps.add(assemble(system, [texts[i] for i in next(drawn)], rng), OUTPUTS, params))
             steps.finish()
         row: dict[str, Any] = {"ttft_ms": statistics.mean(request.first_token_ms() for request in requests)}
         if engine == "reuse":

@@ -100,24 +100,24 @@ class _Load:
 
     def warm_up(self) -> None:
         """Shows the engine every document once, and then a few requests of the kind that is measured."""
-        chance, each = self._corpus.chance("warm-up"), self._corpus.per_query
+        rng, each = self._corpus.rng("warm-up"), self._corpus.per_query
         for first in range(0, self._corpus.documents, each):
-            prompt = assemble(self._system, self._texts[first : first + each], chance)
+            prompt = assemble(self._system, self._texts[first : first + each], rng)
             # Documents are filled in steps that decode, at least one in each.
             self._steps.add(prompt, 1 + each, self._params)
             self._steps.finish()
-        queries = popular(self._corpus, chance)
+        queries = popular(self._corpus, rng)
         for _ in range(WARM_UP):
-            self._steps.add(assemble(self._system, [self._texts[i] for i in next(queries)], chance), 2, self._params)
+            self._steps.add(assemble(self._system, [self._texts[i] for i in next(queries)], rng), 2, self._params)
         self._steps.finish()
 
     def offer(self, rate: float, seconds: float, grace: float) -> dict[str, Any]:
         """Requests at their times. Times to the first token count from when a request came, not from when the engine
         first had time to look at it; of those that never got one they are what was waited for nothing."""
-        chance, requests = self._corpus.chance(f"rate {rate:g}"), list[Request]()
-        times = arrivals(rate, seconds, chance)
-        queries = popular(self._corpus, chance)
-        prompts = [assemble(self._system, [self._texts[i] for i in next(queries)], chance) for _ in times]
+        rng, requests = self._corpus.rng(f"rate {rate:g}"), list[Request]()
+        times = arrivals(rate, seconds, rng)
+        queries = popular(self._corpus, rng)
+        prompts = [assemble(self._system, [self._texts[i] for i in next(queries)], rng) for _ in times]
         begin = time.perf_counter()
         while self._steps.is_busy or len(requests) < len(times):
             now = time.perf_counter() - begin

@@ -42,11 +42,11 @@ def run(
     )
     from vllm import SamplingParams  # after the engine's start, which says how vLLM is to run
 
-    chance = random.Random(0)
+    rng = random.Random(0)
 
     def prompt(system: list[int]) -> Prompt:
-        chance.shuffle(documents)
-        return assemble(system, documents, chance)
+        rng.shuffle(documents)
+        return assemble(system, documents, rng)
 
     def first_token_ms(ids: list[int], **params: Any) -> float:
         sampling = SamplingParams(
@@ -56,8 +56,8 @@ def run(
         llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
         return (time.perf_counter() - start) * 1e3
 
-    documents = [random_tokens(chance, CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS)]
-    known_system = random_tokens(chance, SYSTEM_TOKENS)
+    documents = [random_tokens(rng, CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS)]
+    known_system = random_tokens(rng, SYSTEM_TOKENS)
     cases = dict.fromkeys(("none" if ratio == 0 else policy, ratio) for ratio in ratios for policy in policies)
     peers: dict[str, list[float]] = {"full_ms": [], "prefix_hit_ms": []}
     ours: dict[tuple[str, float], dict[str, list[float]]] = {
@@ -65,14 +65,14 @@ def run(
     }
     for number in range(-1, repeats):  # the first fills the cache and warms up; it does not count
         progress(f"round {number + 1} of {repeats}")
-        plain, _ = prompt(random_tokens(chance, SYSTEM_TOKENS))
+        plain, _ = prompt(random_tokens(rng, SYSTEM_TOKENS))
         measured = [(times, first_token_ms(plain, chunk_cache=False)) for times in peers.values()]
         for (policy, ratio), columns in ours.items():
             # Of what comes now, vLLM's own cache shall have the known system prompt, and no chunks in the same order.
             llm.reset_prefix_cache()
-            first_token_ms([*known_system, *random_tokens(chance, 1)], chunk_cache=False)
+            first_token_ms([*known_system, *random_tokens(rng, 1)], chunk_cache=False)
             for system, times in zip(
-                (known_system, random_tokens(chance, SYSTEM_TOKENS)), columns.values(), strict=True
+                (known_system, random_tokens(rng, SYSTEM_TOKENS)), columns.values(), strict=True
             ):
                 ids, boundaries = prompt(system)
                 took = first_token_ms(ids, boundaries=boundaries, policy=policy, recompute_ratio=ratio)

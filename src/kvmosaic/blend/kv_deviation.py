@@ -44,7 +44,7 @@ class KVDeviation(Policy):
         if not self.probes(assembled, ratio):
             return Selection()  # finding out would cost all there is to spend
         distance = assembled.deviation(self.layers[0], self.part).cpu()
-        # Shrinking sets: so many at first that all layers together cost what the ratio allows.
+        # Shrinking sets: the first is so large that all layers together cost what the ratio allows.
         bounds = [*(layer + 1 for layer in self.layers[1:]), assembled.num_layers]
         shares = [self.shrink ** (len(self.layers) - 1 - step) for step in range(len(self.layers))]
         cost = sum(share * (end - begin) for share, begin, end in zip(shares, [0, *bounds[:-1]], bounds, strict=True))

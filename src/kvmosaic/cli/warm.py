@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # importing it for real takes seconds
     from kvmosaic.engines.warm import Warmer
 
 AT_ONCE = 16
-"""Documents handed to the engine together; the progress bar moves by so many."""
+"""Documents handed to the engine together; the step of the progress bar."""
 
 
 class Engine(str, Enum):

@@ -30,8 +30,8 @@ class KVFormat:
         """Of a token that every layer keeps."""
         return self.layers * self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
 
-    def numbers(self, tokens: int) -> int:
-        """Numbers per head of an entry of so many tokens."""
+    def num_elements(self, tokens: int) -> int:
+        """Elements per head of an entry of ``tokens`` tokens."""
         return self.tails.begins(self.layers, tokens)[-1] * (self.k_dim + self.v_dim)
 
 
@@ -52,7 +52,7 @@ class ChunkKV:
     data: torch.Tensor
 
     def __post_init__(self) -> None:
-        expected = (self.format.heads, self.format.numbers(len(self.tokens)))
+        expected = (self.format.heads, self.format.num_elements(len(self.tokens)))
         if tuple(self.data.shape) != expected or self.data.dtype != self.format.dtype:
             raise ValueError(f"entry data is {tuple(self.data.shape)} {self.data.dtype}, its format says {expected}")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from kvmosaic.core.errors import ConfigError, PromptError
-from kvmosaic.core.pieces import TokenBytes, Tokenizer
 from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.core.token_bytes import TokenBytes, Tokenizer
 
 logger = logging.getLogger(__name__)
 

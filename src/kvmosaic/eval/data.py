@@ -19,7 +19,7 @@ KV_QUESTION = "Repeat the record of one key."
 PASSAGES = 6
 """Per question of SQuAD and NQ, the one with the answer included."""
 KV_CHUNKS, KV_RECORDS = 5, 25
-"""A key-value example has so many records at most, spread evenly over so many chunks: about 1,800 tokens, among
+"""Chunks of a key-value example, and most records, which are spread evenly over them: about 1,800 tokens, among
 which a model of a few hundred million parameters finds the right one at least now and then."""
 
 SYNTHETIC = {"synthetic": None, "synthetic-1": 1, "synthetic-2": 2, "synthetic-3": 3}

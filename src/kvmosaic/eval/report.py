@@ -7,7 +7,7 @@ from kvmosaic.eval.metrics import Interval
 from kvmosaic.eval.plan import ALL, NONE
 from kvmosaic.eval.plot import STYLE as PLOT_STYLE
 from kvmosaic.eval.plot import Axis, Point, Series, legend, svg
-from kvmosaic.eval.summary import Line, Summary
+from kvmosaic.eval.summary import Summary, SummaryLine
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1240px;
@@ -70,7 +70,7 @@ random’s cells; coloured where its 95&nbsp;% interval, shown when pointed at, 
 """
 
 
-def _series(lines: Sequence[Line]) -> dict[str, list[Line]]:
+def _series(lines: Sequence[SummaryLine]) -> dict[str, list[SummaryLine]]:
     """Lines by policy. Each begins where all policies do, with nothing recomputed. The other end, everything, says
     nothing about a policy and would leave the interesting ratios a tenth of the width."""
     ends = {line.row.policy: line for line in lines if line.row[:2] in (NONE, ALL)}
@@ -82,31 +82,33 @@ def _series(lines: Sequence[Line]) -> dict[str, list[Line]]:
     }
 
 
-def _points(shown: dict[str, list[Line]], x: Callable[[Line], float], y: Callable[[Line], Interval]) -> list[Series]:
+def _points(
+    shown: dict[str, list[SummaryLine]], x: Callable[[SummaryLine], float], y: Callable[[SummaryLine], Interval]
+) -> list[Series]:
     return [Series(name, [Point(x(line), *y(line), _label(line)) for line in lines]) for name, lines in shown.items()]
 
 
-def _label(line: Line) -> str:
+def _label(line: SummaryLine) -> str:
     return f"{line.row.policy} {line.row.ratio:g}: KL {line.row.kl_mean:.3f}, F1 {line.row.f1:.3f}"
 
 
-def _charged(line: Line) -> float:
+def _charged(line: SummaryLine) -> float:
     return line.row.charged_ratio
 
 
-def _time(line: Line) -> float:
+def _time(line: SummaryLine) -> float:
     return line.row.prefill_ms
 
 
-def _kl(line: Line) -> Interval:
+def _kl(line: SummaryLine) -> Interval:
     return line.kl
 
 
-def _f1(line: Line) -> Interval:
+def _f1(line: SummaryLine) -> Interval:
     return line.f1
 
 
-def _cells(line: Line) -> Iterator[str]:
+def _cells(line: SummaryLine) -> Iterator[str]:
     row = line.row
     gap = "–" if row.gap_closed is None else f"{row.gap_closed:.0%}"
     for text in (

@@ -17,7 +17,7 @@ SMALLEST_GAP = 0.01
 Floats = npt.NDArray[np.float64]
 
 
-class Line(NamedTuple):
+class SummaryLine(NamedTuple):
     """A row, how sure its numbers are, and how it compares to random tokens at the same charged ratio.
 
     The comparison is paired: per example, random's value at exactly the charged ratio of this cell is read off the
@@ -47,7 +47,7 @@ class Reference(NamedTuple):
 class Summary(NamedTuple):
     """All cells, and what they are held against."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[SummaryLine, ...]
     full_prefill: Reference
     no_context: Reference
 
@@ -79,7 +79,7 @@ def _reference(scores: Sequence[Score]) -> Reference:
 
 def _line(
     cell: Cell, scores: Sequence[Score], ladder: Sequence[Sequence[Score]], full_f1: float, none_f1: float, seed: int
-) -> Line:
+) -> SummaryLine:
     kl, f1, charged = _kl(scores), _f1(scores), _charged(scores)
     gap = full_f1 - none_f1
     row = Row(
@@ -98,7 +98,7 @@ def _line(
     random_kl, random_f1 = (
         _read_off(charged, steps, np.stack([part(rung) for rung in ladder])) for part in (_kl, _f1)
     )
-    return Line(
+    return SummaryLine(
         row,
         bootstrap(kl, seed),
         bootstrap(f1, seed),

@@ -166,7 +166,7 @@ def _launch(
     programs: int | None = None,
 ) -> Iterator[range]:
     """A launch over tiles of tokens times layers for each of ``groups``, which is named then. Copies its small plan
-    to the device; waits for nothing. ``programs``: at most so many share a launch."""
+    to the device; waits for nothing. ``programs``: the most that share a launch."""
     if not moves:
         return
     heads, layers, width = len(moves[0].data), len(caches.layers), caches.k_dim + caches.v_dim

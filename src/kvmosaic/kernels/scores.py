@@ -3,7 +3,7 @@
 import torch
 
 MOST_WEIGHTS = 2**25
-"""So many are computed at a time, or those of one KV head."""
+"""Maximum elements that are computed at a time; at least those of one KV head."""
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Encoding:
         return [memoryview(self.small(key, _head_checksums(kv))), kv.reshape(-1).data]
 
     def small(self, key: str, head_checksums: Sequence[str]) -> bytes:
-        """What precedes the KV of so many heads. Its length does not depend on the checksums."""
+        """What precedes the KV of ``heads`` heads. Its length does not depend on the checksums."""
         heads, tokens, context = len(head_checksums), self._tokens, self._context
         fields = {**self._fields, "key": key, "heads": str(heads), "head_checksums": " ".join(head_checksums)}
         fields["checksum"] = _checksum(fields, tokens, context)
@@ -104,7 +104,7 @@ class Encoding:
         return len(text).to_bytes(8, "little") + text + tokens.tobytes() + context.tobytes()
 
 
-class Decoded(NamedTuple):
+class DecodedEntry(NamedTuple):
     """What is in a value, verified."""
 
     tokens: Bytes
@@ -123,7 +123,7 @@ class Decoded(NamedTuple):
             raise CorruptEntryError(str(error)) from error
 
 
-def decode(value: Sequence[Bytes], key: str) -> Decoded:
+def decode(value: Sequence[Bytes], key: str) -> DecodedEntry:
     """Verify that ``value``, parts that follow one another, is the entry of ``key``. What is decoded lives in its
     memory, unless it is spread over several parts. Raises :class:`CorruptEntryError` if anything differs."""
     return _decode(_Memory(value), key)
@@ -244,14 +244,14 @@ def _write_at(descriptor: int, left: memoryview, at: int) -> None:
         left, at = left[count:], at + count
 
 
-def _decode(source: _Source, key: str) -> Decoded:
+def _decode(source: _Source, key: str) -> DecodedEntry:
     try:
         return _read(source, key)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptEntryError(str(error) or repr(error)) from error
 
 
-def _read(source: _Source, key: str) -> Decoded:
+def _read(source: _Source, key: str) -> DecodedEntry:
     header = _read_header(source)
     fields: dict[str, str] = header["__metadata__"]
     if fields["key"] != key:
@@ -268,7 +268,7 @@ def _read(source: _Source, key: str) -> Decoded:
     heads, numbers = header["kv"]["shape"]
     if (heads, numbers * kv_format.dtype.itemsize) != kv.shape:
         raise ValueError("the shape in the header does not match")
-    return Decoded(tokens, context, kv_format, kv)
+    return DecodedEntry(tokens, context, kv_format, kv)
 
 
 @lru_cache(maxsize=1024)

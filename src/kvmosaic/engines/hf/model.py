@@ -36,7 +36,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return limit
 
 
-class _Enough(Exception):
+class _SeenEnough(Exception):
     """A probe has seen what it wanted to see."""
 
 
@@ -151,10 +151,10 @@ class HFModel:
             if observe is not None:
                 observe(index, q, k, scale)
             if index == layer:
-                raise _Enough
+                raise _SeenEnough
 
         plan.observe = stop
-        with suppress(_Enough):
+        with suppress(_SeenEnough):
             self._run([[prompt.token_ids[position] for position in positions]], where[None], kv, plan)
 
     def step(self, so_far: Sequence[int], kv: RequestKV) -> torch.Tensor:

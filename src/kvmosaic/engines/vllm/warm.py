@@ -16,7 +16,7 @@ from kvmosaic.engines.vllm.llm import LLM
 from kvmosaic.engines.warm import Chunk, Warmer
 
 PACKED_TOKENS = 8192
-"""About how many tokens of documents a request has: they share the sink prefix, and a few passes."""
+"""Approximate tokens of documents in a request: they share the sink prefix, and a few passes."""
 BESIDES = 2
 """Tokens that a request needs besides its documents: a question and an answer."""
 
@@ -31,7 +31,8 @@ class VllmWarmer(Warmer):
         off = self._llm.get_stats()["off_reason"]
         if off is not None:
             raise ConfigError(f"the chunk cache is off: {off}")
-        self.parser = ChunkTokenParser(self._llm.get_tokenizer(), self._llm.chunk_cache_config.chunk_separator)
+        tokenizer = cast(Any, self._llm.get_tokenizer())  # vLLM declares less than tokenizers have
+        self.parser = ChunkTokenParser(tokenizer, self._llm.chunk_cache_config.chunk_separator)
         self._room = self._llm.llm_engine.vllm_config.model_config.max_model_len - BESIDES
 
     def states(self, chunks: Sequence[Chunk]) -> list[WarmState]:

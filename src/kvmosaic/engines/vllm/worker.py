@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
 
 _runner: Any = None
 _device_pool: torch.Tensor | None = None
@@ -38,7 +38,10 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         ensure_kv_transfer_shutdown()
         super().load_model(*args, **kwargs)
         _runner, _device_pool = self.model_runner, None
-        config = load_config(**self.vllm_config.kv_transfer_config.kv_connector_extra_config)
+        transfer = self.vllm_config.kv_transfer_config
+        assert transfer is not None
+        assert self.device is not None
+        config = load_config(**transfer.kv_connector_extra_config)
         if self.device.type == "cuda" and config.chunk_cache_gpu_memory_fraction > 0:
             total = torch.cuda.get_device_properties(self.device).total_memory
             # Before vLLM measures what is left for its own cache, so that it accounts for it.
@@ -56,5 +59,6 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
 
 def _worker_side() -> "WorkerSide":
-    side: WorkerSide = get_kv_transfer_group().worker
+    connector: Any = get_kv_transfer_group()
+    side: WorkerSide = connector.worker
     return side

@@ -11,7 +11,7 @@ from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.heads import HeadRange, HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError
-from kvmosaic.store.codec import Decoded, Encoding, encode
+from kvmosaic.store.codec import DecodedEntry, Encoding, encode
 from kvmosaic.store.memory import POOL, Bytes
 from kvmosaic.store.remote.base import RefusedError
 from kvmosaic.store.remote.keys import HeadPoolKey, part_keys
@@ -28,7 +28,7 @@ def values_of(entry: ChunkKV) -> list[Callable[[], list[memoryview]]]:
     return [partial(encoding.value, key, head, head + 1) for head, key in enumerate(part_keys(entry.key))]
 
 
-def join(key: ChunkKey, parts: Sequence[Decoded], block: Bytes | None) -> ChunkKV:
+def join(key: ChunkKey, parts: Sequence[DecodedEntry], block: Bytes | None) -> ChunkKV:
     """The entry of ``key`` from its values. Nothing is copied if their KV already are the rows of ``block``. Raises
     :class:`CorruptEntryError` when the values, each of them sound, are not of one entry."""
     heads, first = HeadRange.parse(key.heads), parts[0]

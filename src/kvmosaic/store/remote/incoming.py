@@ -7,7 +7,7 @@ import numpy as np
 from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError
-from kvmosaic.store.codec import Decoded, decode
+from kvmosaic.store.codec import DecodedEntry, decode
 from kvmosaic.store.memory import POOL, Bytes
 from kvmosaic.store.remote.keys import part_keys
 
@@ -22,7 +22,7 @@ class IncomingEntry:
 
     def __init__(self, key: ChunkKey, kv_format: KVFormat | None) -> None:
         """``kv_format`` is that of a value, probably."""
-        self.parts: dict[int, Decoded | CorruptEntryError] = {}
+        self.parts: dict[int, DecodedEntry | CorruptEntryError] = {}
         """What each value turned out to be."""
         self.block: Bytes | None = None
         """``[values, bytes]``, from when the first length is known."""
@@ -32,7 +32,7 @@ class IncomingEntry:
         self._values: dict[int, list[Bytes]] = {}
         self._kv_bytes = 0
         if kv_format is not None:
-            self._kv_bytes = kv_format.heads * kv_format.numbers(key.num_tokens) * kv_format.dtype.itemsize
+            self._kv_bytes = kv_format.heads * kv_format.num_elements(key.num_tokens) * kv_format.dtype.itemsize
 
     def buffers_for(self, index: int, nbytes: int) -> list[Bytes]:
         small = nbytes - self._kv_bytes

@@ -11,7 +11,7 @@ from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier, TierDownError
-from kvmosaic.store.codec import Decoded, max_file_bytes
+from kvmosaic.store.codec import DecodedEntry, max_file_bytes
 from kvmosaic.store.remote.base import ABSENT, FAILED, RefusedError, RemoteClient, Value
 from kvmosaic.store.remote.breaker import Breaker
 from kvmosaic.store.remote.heads import HeadGroups, join, values_of
@@ -105,8 +105,8 @@ class RemoteTier(Tier):
         if failure is not None:
             raise failure()
         key = incoming.key
-        parts = [part for _, part in sorted(incoming.parts.items()) if isinstance(part, Decoded)]
-        damage = {names[index]: part for index, part in incoming.parts.items() if not isinstance(part, Decoded)}
+        parts = [part for _, part in sorted(incoming.parts.items()) if isinstance(part, DecodedEntry)]
+        damage = {names[index]: part for index, part in incoming.parts.items() if not isinstance(part, DecodedEntry)}
         if parts:
             self._formats[_layout(key)] = parts[0].format
         if len(parts) == len(names):

@@ -71,7 +71,7 @@ class PrefixEvents:
         """The block hashes of each segment, for the day when it goes."""
         self._events: list[KVCacheEvent] = []
 
-    def expect(self, digest: bytes, start: int, tokens: Sequence[int], hashes: Sequence[Any]) -> None:
+    def expect(self, digest: bytes, start: int, tokens: Sequence[int], hashes: list[Any]) -> None:
         """The segment of a prompt's ``tokens`` that begins at ``start`` is stored, or about to be. ``hashes`` are the
         prompt's block hashes as vLLM makes them, without salts."""
         if digest in self._announced or digest in self._expected:

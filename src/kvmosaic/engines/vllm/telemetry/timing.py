@@ -30,7 +30,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: Stage, tokens: int = 0) -> Iterator[Running]:
-        """Time what happens inside, done to so many tokens."""
+        """Time what happens inside, done to ``tokens`` tokens."""
         running = Running()
         if not self._on_gpu:
             begin = time.perf_counter()
