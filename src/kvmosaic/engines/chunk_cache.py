@@ -14,6 +14,8 @@ from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.engines.identity import chunk_context
 from kvmosaic.store import ChunkStorageManager, open_store
 
+ANY_LENGTH = 0
+"""Prompt length that engines leave out whose rotary tables do not depend on it."""
 Fingerprint = Callable[[int], str | None]
 """What the KV of chunks depends on besides their tokens, in prompts of a given number of tokens; ``None`` when KV
 made for such a prompt is good for no other."""
@@ -70,7 +72,7 @@ class ChunkCache:
         """Whether chunks can be reused in prompts of ``length`` tokens."""
         return self._made_by(length) is not None
 
-    def fits(self, chunk_length: int, context: Sequence[int], length: int) -> bool:
+    def fits(self, chunk_length: int, context: Sequence[int], length: int = ANY_LENGTH) -> bool:
         """Whether a chunk can be computed after ``context`` within the model's positions, and with the rotary
         tables of a prompt of ``length`` tokens: with a long context it may be longer than the prompt itself."""
         alone = len(context) + chunk_length
@@ -82,12 +84,12 @@ class ChunkCache:
         """What the chunks of this prompt are computed after."""
         return chunk_context(self._config.chunk_context, prompt, self.sink)
 
-    def key(self, tokens: Sequence[int], context: Sequence[int], length: int) -> ChunkKey:
+    def key(self, tokens: Sequence[int], context: Sequence[int], length: int = ANY_LENGTH) -> ChunkKey:
         """The key of a chunk computed after ``context`` for prompts like one of ``length`` tokens."""
         digest = content_hash(tokens, context, self._config.chunk_hash_algorithm)
         return self.key_of_hash(digest, len(tokens), length)
 
-    def key_of_hash(self, digest: bytes, num_tokens: int, length: int) -> ChunkKey:
+    def key_of_hash(self, digest: bytes, num_tokens: int, length: int = ANY_LENGTH) -> ChunkKey:
         """The key of a chunk whose content hash is known."""
         fingerprint = self._fingerprint(length)
         return ChunkKey(digest, num_tokens, self._model, fingerprint, self._config.tenant, self._heads)
@@ -99,7 +101,7 @@ class ChunkCache:
         return self._fingerprints[made_by]
 
     def find(
-        self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int
+        self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int = ANY_LENGTH
     ) -> tuple[dict[tuple[int, ...], Found], dict[tuple[int, ...], Missing]]:
         """The chunks of a prompt of ``length`` tokens that the store has, and those that it lacks."""
         found: dict[tuple[int, ...], Found] = {}
@@ -123,7 +125,7 @@ class ChunkCache:
         self.store.put(entry)
         return entry
 
-    def take_changes(self, length: int) -> dict[bytes, str | None]:
+    def take_changes(self, length: int = ANY_LENGTH) -> dict[bytes, str | None]:
         """Chunks for prompts like one of ``length`` tokens that came, moved or went since the last call, at the first
         call all that are there: content hash → the fastest tier that now has the entry, if any."""
         return {
@@ -132,7 +134,7 @@ class ChunkCache:
             if key == self.key_of_hash(key.content_hash, key.num_tokens, length)
         }
 
-    def warm_states(self, chunks: Sequence[Sequence[int]], length: int) -> list[WarmState]:
+    def warm_states(self, chunks: Sequence[Sequence[int]], length: int = ANY_LENGTH) -> list[WarmState]:
         """What is to be done about documents that shall be there for later processes, for prompts like one of
         ``length`` tokens. Reads no entry."""
         keys = [self.key(chunk, self.sink, length) for chunk in chunks]

@@ -5,11 +5,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.compat.graphs import asks_for_layers

@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_tra
 from vllm.platforms import current_platform
 
 from kvmosaic.core.config import load_config
-from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
 
 if TYPE_CHECKING:
     from kvmosaic.engines.vllm.worker_side.side import WorkerSide
@@ -50,7 +49,7 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def chunk_cache_warm_states(self, chunks: list[list[int]]) -> list[str]:
         """For each document: ``kept``, ``missing`` or ``too-long``."""
-        return list(_worker_side().cache.warm_states(chunks, ANY_LENGTH))
+        return list(_worker_side().cache.warm_states(chunks))
 
     def chunk_cache_stats(self) -> dict[str, Any]:
         """Statistics of this worker's chunk cache."""

@@ -12,9 +12,6 @@ from kvmosaic.engines.vllm.compat.rotary import rotary_modules, rotary_table
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
-ANY_LENGTH = 0
-"""Prompt length for which keys and tables are asked: vLLM's rotary tables do not depend on it."""
-
 
 @dataclass(frozen=True)
 class VllmTable:

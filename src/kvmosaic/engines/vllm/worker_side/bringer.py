@@ -11,7 +11,6 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.vllm.forward.ranks import Ranks
-from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
 from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
@@ -79,7 +78,7 @@ class Bringer:
         prompt = load.prompt
         context = self._cache.context_of(prompt)
         chunks = [
-            Segment(span, prompt.tokens_of(span), context, self._cache.key_of_hash(digest, len(span), ANY_LENGTH))
+            Segment(span, prompt.tokens_of(span), context, self._cache.key_of_hash(digest, len(span)))
             for span, digest in zip(prompt.chunks, load.digests, strict=True)
             if span.end > load.start
         ]
@@ -109,7 +108,7 @@ class Bringer:
         if not load.is_shared or not span or load.start > span.start:
             return []
         tokens, context = prompt.tokens_of(span), prompt.token_ids[: span.start]
-        return [Segment(span, tokens, context, self._cache.key(tokens, context, ANY_LENGTH))]
+        return [Segment(span, tokens, context, self._cache.key(tokens, context))]
 
     def _find(self, chunks: Sequence[Segment], remainder: Sequence[Segment]) -> dict[ChunkKey, ChunkKV]:
         """The entries that every rank has."""
@@ -139,7 +138,7 @@ class Bringer:
     def _fill(self, missing: Sequence[Segment], load: ChunkLoad) -> dict[ChunkKey, ChunkKV]:
         """Compute and store what is missing, in the request's own blocks, which are written again afterwards, and the
         spare ones."""
-        sizes, length = self._block_sizes, len(load.prompt.token_ids)
+        sizes = self._block_sizes
         blocks = [
             (*row, *load.spare)[load.shared_until // size :] for row, size in zip(load.blocks, sizes, strict=True)
         ]
@@ -148,7 +147,7 @@ class Bringer:
         for segment in missing:
             tokens, context = segment.tokens, segment.context
             # vLLM's prefix cache may hold so much of the prompt that the rest has too few blocks.
-            if len(context) + len(tokens) <= room and self._cache.fits(len(tokens), context, length):
+            if len(context) + len(tokens) <= room and self._cache.fits(len(tokens), context):
                 fitting[segment.key] = tokens
             else:
                 logger.warning("a chunk of %d tokens is computed as ordinary text: no room to fill it", len(tokens))

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
 from kvmosaic.engines.vllm.messages import ChunkFill
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
@@ -42,9 +41,7 @@ class ChunkFiller:
     def fill_in_background(self, fills: Sequence[ChunkFill]) -> None:
         """Fill chunks that requests lacked."""
         for fill in fills:
-            chunks = {
-                self._cache.key_of_hash(digest, len(tokens), ANY_LENGTH): tokens for digest, tokens in fill.chunks
-            }
+            chunks = {self._cache.key_of_hash(digest, len(tokens)): tokens for digest, tokens in fill.chunks}
             try:
                 self.fill(chunks, fill.context, fill.blocks)
             except Exception:

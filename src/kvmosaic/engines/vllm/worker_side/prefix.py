@@ -8,7 +8,6 @@ from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.vllm.forward.ranks import Ranks
-from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.messages import PrefixLoad, PrefixSave
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
@@ -39,7 +38,7 @@ class PrefixLoader:
                 for start, digest in save.segments:
                     end = start + save.segment_tokens
                     k, v = self._paged.read(save.blocks, start, end)
-                    key = self._cache.key_of_hash(digest, save.segment_tokens, ANY_LENGTH)
+                    key = self._cache.key_of_hash(digest, save.segment_tokens)
                     self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v)
                     self._stats.count_alike("tokens", "saved", save.segment_tokens)
         except Exception:
@@ -48,7 +47,7 @@ class PrefixLoader:
     def load(self, load: PrefixLoad) -> None:
         """Bring positions ``load.start`` up to the end of the tokens into the request's blocks. What the store turns
         out not to have is computed."""
-        keys = [self._cache.key_of_hash(digest, load.segment_tokens, ANY_LENGTH) for digest in load.digests]
+        keys = [self._cache.key_of_hash(digest, load.segment_tokens) for digest in load.digests]
         wanted = range(load.start // load.segment_tokens, len(keys))
         with ExitStack() as pins:
             pins.enter_context(self._cache.store.pin([keys[index] for index in wanted]))

@@ -15,7 +15,7 @@ from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
 from kvmosaic.engines.vllm.forward.ranks import Ranks
-from kvmosaic.engines.vllm.forward.rotary import ANY_LENGTH, measure_rotary
+from kvmosaic.engines.vllm.forward.rotary import measure_rotary
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
 from kvmosaic.engines.vllm.messages import RankReport, StepReport, StepWork
@@ -119,7 +119,7 @@ class WorkerSide:
         for request_id in work.released:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
-            keys = [self.cache.key_of_hash(*chunk, ANY_LENGTH) for chunk in fetch.chunks]
+            keys = [self.cache.key_of_hash(*chunk) for chunk in fetch.chunks]
             self.fetcher.start(fetch.request_id, keys)
         for prefix in work.prefix_loads:
             self.prefixes.load(prefix)
@@ -148,7 +148,7 @@ class WorkerSide:
         """What the scheduler should know of this rank, if there is news; all that is stored, the first time."""
         # In this order: a scheduler that hears that a fetch is over has to hear of what it brought.
         fetched = self.fetcher.take_finished()
-        changes = self.cache.take_changes(ANY_LENGTH)
+        changes = self.cache.take_changes()
         has_measured = self.timer.take_news()
         if self._has_reported and not changes and not fetched and not has_measured:
             return None
