@@ -37,22 +37,20 @@ class Step:
     resumed: frozenset[str] = frozenset()
     """Requests that come back after a preemption."""
     blocks: dict[str, list[int]] = field(default_factory=dict)
-    """Block ids that requests got: all of them for those that begin or come back, else those they got in addition."""
+    """Block ids that requests got: all of them for those that begin or come back, else those in addition."""
     finished: frozenset[str] = frozenset()
     """Requests that ended since the step before."""
 
     @classmethod
     def of(cls, output: Any) -> "Step":
         cached = output.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        blocks = {new.req_id: list(new.block_ids[0]) for new in output.scheduled_new_reqs}
-        for request_id, count, ids in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            computed[request_id] = count
-            blocks[request_id] = [] if ids is None else list(ids[0])
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+        got = zip(cached.req_ids, cached.new_block_ids, strict=True)
+        blocks = {request_id: list(ids[0]) for request_id, ids in got if ids is not None}
+        blocks.update((new.req_id, list(new.block_ids[0])) for new in output.scheduled_new_reqs)
         return cls(
-            scheduled=dict(output.num_scheduled_tokens),
+            scheduled=output.num_scheduled_tokens,
             computed=computed,
             new=frozenset(new.req_id for new in output.scheduled_new_reqs),
             resumed=frozenset(cached.resumed_req_ids),

@@ -17,9 +17,9 @@ class BlockTables:
         """Take in one step; every one has to pass here."""
         for request_id in step.finished:
             self._tables.pop(request_id, None)
+        for request_id in (*step.new, *step.resumed):
+            self._tables[request_id] = []
         for request_id, blocks in step.blocks.items():
-            if request_id in step.new or request_id in step.resumed:
-                self._tables[request_id] = []
             self._tables.setdefault(request_id, []).extend(blocks)
 
     def blocks(self, request_id: str) -> list[int]:
