@@ -1,0 +1,16 @@
+"""What exact prefix segments are called, said a second time."""
+
+from collections.abc import Sequence
+from struct import unpack
+
+from kvmosaic.core.key import content_hash
+from tests.engines.vllm.scheduler_side.fakes import SEGMENT
+
+
+def prefix_digests(tokens: Sequence[int], segment: int = SEGMENT) -> list[bytes]:
+    """The content hash of each full segment of a prompt: of its tokens behind the hash before it."""
+    digests: list[bytes] = []
+    for start in range(0, len(tokens) - segment + 1, segment):
+        before = unpack("<4i", digests[-1]) if digests else ()
+        digests.append(content_hash(list(tokens[start : start + segment]), before))
+    return digests

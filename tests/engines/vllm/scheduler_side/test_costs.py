@@ -1,0 +1,279 @@
+"""Whether reuse is faster than a plain prefill; what is noted to be filled in the background."""
+
+import random
+
+import pytest
+
+from kvmosaic.core.config import load_config
+from kvmosaic.engines.vllm.messages import Line, RankReport
+from kvmosaic.engines.vllm.scheduler_side.admission import TRIAL_SHARE, Admission, Judge
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
+from tests.engines.vllm.scheduler_side.fakes import (
+    FIRST,
+    QUESTION,
+    SECOND,
+    SINK,
+    SYSTEM,
+    Side,
+    ask_about,
+    digest_of,
+    make_shape,
+    text,
+)
+
+CHEAP_MOVES = {"blend": Line(0, 1.0), "remap": Line(0, 0.001)}
+DEAR_MOVES = {"blend": Line(0, 1.0), "remap": Line(0, 3.0)}
+
+
+# --- the judge
+
+
+@pytest.mark.parametrize("slower", [1.5, 10.0, 100.0])
+def test_what_is_too_slow_is_tried_again_for_little(slower):
+    judge, tries, count = Judge(), 0, 10_000
+    lost = spent = 0.0
+    for _ in range(count):
+        otherwise = random.uniform(0.1, 1)
+        is_tried = judge.is_faster(slower * otherwise, otherwise)
+        tries += is_tried
+        lost += (slower - 1) * otherwise if is_tried else 0
+        spent += otherwise
+    assert tries > 0
+    assert lost <= TRIAL_SHARE * spent
+
+
+def test_what_is_faster_is_always_done():
+    judge = Judge()
+    for _ in range(100):
+        assert judge.is_faster(0.9, 1.0)
+        judge.is_faster(random.uniform(1, 20), 1.0)
+
+
+# --- tokens to compute
+
+
+def admission(*stored, step_tokens=64, **settings):
+    mirror = StoreMirror(1)
+    changes = {digest_of(chunk): "host" for chunk in stored}
+    mirror.update(RankReport(rank=0, fastest="host", changes=changes, fetched=[], costs={}, is_off=False))
+    config = load_config(**{"miss_policy": "background", **settings})
+    rules = Admission(config, make_shape(step_tokens=step_tokens), mirror)
+    rules.measured(0, {})  # each rank tells with its first report
+    return rules
+
+
+def chunk_request(**params):
+    side = Side()
+    return side.ours(side.add(ask_about(FIRST, SECOND, **params)))
+
+
+@pytest.mark.parametrize(
+    ("local", "ratio", "stored", "expected"),
+    [
+        (0, 0.0, (FIRST, SECOND), 20),  # the system prompt
+        (16, 0.0, (FIRST, SECOND), 4),
+        (32, 0.0, (FIRST, SECOND), 0),
+        (0, 0.25, (FIRST, SECOND), 20 + 20),
+        (0, 1.0, (FIRST, SECOND), 100),
+        (0, 0.0, (FIRST,), 20 + 40),
+        (0, 0.5, (FIRST,), 20 + 40 + 20),
+        (80, 0.5, (FIRST, SECOND), 10),  # half of a chunk is ahead
+        (80, 0.0, (FIRST,), 20),
+        (0, 0.0, (), 100),
+    ],
+)
+def test_what_is_computed_to_bring_the_rest(local, ratio, stored, expected):
+    request = chunk_request(recompute_ratio=ratio)
+    assert admission(*stored).tokens_to_compute(request, local) == expected
+
+
+@pytest.mark.parametrize(
+    ("ratio", "stored", "expected"),
+    [
+        (0.0, (FIRST, SECOND), 20),
+        (0.0, (FIRST,), 20 + len(SINK) + 40),
+        (0.5, (FIRST,), 20 + len(SINK) + 40 + 40),  # what is filled is blended, too
+        (0.5, (FIRST, SECOND), 20 + 40),
+    ],
+)
+def test_what_is_computed_where_missing_chunks_are_filled_first(ratio, stored, expected):
+    request = chunk_request(recompute_ratio=ratio)
+    assert admission(*stored, miss_policy="fill-first").tokens_to_compute(request, 0) == expected
+
+
+# --- predictions
+
+
+def test_before_costs_are_measured_fewer_tokens_are_faster():
+    request = chunk_request()
+    assert admission(FIRST).is_faster(request, 0)
+    assert not admission().is_faster(request, 0)
+    assert request.predicted is None
+
+
+@pytest.mark.parametrize("known", [{}, {"blend": Line(0, 1)}, {"remap": Line(0, 1)}])
+def test_half_measured_costs_predict_nothing(known):
+    request, rules = chunk_request(), admission(FIRST)
+    rules.measured(0, known)
+    assert rules.is_faster(request, 0)
+    assert request.predicted is None
+
+
+def test_the_prediction_is_of_the_slowest_rank():
+    request, rules = chunk_request(recompute_ratio=0.25, policy="random"), admission(FIRST, SECOND)
+    rules.measured(0, {"blend": Line(1, 0.1), "remap": Line(0, 0.01)})
+    rules.measured(1, {"blend": Line(0, 0.1), "remap": Line(2, 0.01)})
+    assert not rules.is_faster(request, 100 - 1)  # one token of a chunk: 2 s, or 1.1 s
+    assert rules.is_faster(request, 0)
+    assert request.predicted == pytest.approx((1 + 40 * 0.1) + (2 + 60 * 0.01))
+
+
+def test_looking_at_the_prompt_is_predicted_where_it_was_measured():
+    request, rules = chunk_request(recompute_ratio=0.25), admission(FIRST, SECOND)
+    costs = {"blend": Line(0, 1.0), "remap": Line(0, 0.0)}
+    rules.measured(0, costs)
+    assert rules.is_faster(request, 0)
+    assert request.predicted == pytest.approx(40)
+    rules.measured(0, {**costs, "probe": Line(5, 0.1)})
+    assert rules.is_faster(request, 0)
+    assert request.predicted == pytest.approx(40 + 5 + 10)
+    other = chunk_request(recompute_ratio=0.25, policy="random")
+    assert rules.is_faster(other, 0)
+    assert other.predicted == pytest.approx(40)
+
+
+def test_where_all_has_to_be_computed_no_trial_is_made():
+    request, rules = chunk_request(recompute_ratio=1.0), admission(FIRST, SECOND)
+    rules.measured(0, {"blend": Line(0, 1.0), "remap": Line(0, 0.0)})
+    assert not any(rules.is_faster(request, 0) for _ in range(100))
+
+
+# --- what becomes of it
+
+
+def test_what_is_predicted_to_be_slower_is_prefilled():
+    side = Side()
+    side.store(FIRST, SECOND)
+    side.report(costs=DEAR_MOVES)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.ask(request) == (0, False)
+    assert side.counts("fallbacks") == {"cost": 1}
+    assert side.counts("requests") == {"plain": 1}
+    side.give(request, 0, more=110)
+    assert side.step().is_empty
+    assert side.scheduler.finished(request) == {"mode": "plain", "fallback_reason": "cost"}
+    assert side.is_forgotten(request)
+
+
+def test_what_was_too_slow_is_tried_again_some_time():
+    side = Side()
+    side.store(FIRST, SECOND)
+    side.report(costs={"blend": Line(0, 1.0), "remap": Line(0, 1.5)})
+    verdicts = []
+    for number in range(20):
+        request = side.add(ask_about(FIRST, SECOND, name=str(number)))
+        verdicts.append(side.matched(request))
+        side.scheduler.finished(request)
+        side.step()
+    assert verdicts[0] == 0
+    assert 0 < verdicts.count(100) <= 2
+
+
+def test_the_verdict_is_made_once_per_asking():
+    """vLLM asks again while a request waits for blocks; each refusal would put time by for a trial."""
+    side = Side()
+    side.store(FIRST, SECOND)
+    side.report(costs=CHEAP_MOVES)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) == 100
+    side.report(costs=DEAR_MOVES)
+    assert side.matched(request) == 100
+    side.give(request, 100)
+    assert side.matched(request) == 0  # when it was preempted, it is judged anew
+    assert side.counts("fallbacks") == {"cost": 1}
+
+
+def test_what_is_begun_is_gone_on_with_at_any_cost():
+    side = Side()
+    side.store(FIRST, SECOND)
+    side.report(costs=DEAR_MOVES)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request, 48) == 52
+
+
+def test_chunks_that_are_filled_first_are_not_judged():
+    side = Side(miss_policy="fill-first")
+    side.report(costs=DEAR_MOVES)
+    assert side.matched(side.add(ask_about(FIRST, SECOND))) == 100
+    assert not side.scheduler._backlog
+
+
+def test_what_was_predicted_is_observed():
+    side = Side()
+    side.store(FIRST, SECOND)
+    side.report(costs=CHEAP_MOVES)
+    side.begin(side.add(ask_about(FIRST, SECOND)))
+    [seconds] = side.scheduler.stats.data["seconds"]["predicted"]
+    assert seconds == pytest.approx(20 + 80 * 0.001)
+
+
+# --- what is missing
+
+
+def filled(side):
+    """What the next step that only decodes fills."""
+    work = side.run()
+    return [(fill.context, [tokens for _, tokens in fill.chunks]) for fill in work.fills]
+
+
+@pytest.mark.parametrize("stored", [(), (FIRST,)], ids=["prefilled", "partly-reused"])
+def test_missing_chunks_are_filled_in_the_background(stored):
+    side = Side()
+    side.store(*stored)
+    side.matched(side.add(ask_about(FIRST, SECOND)))
+    missing = [chunk for chunk in (FIRST, SECOND) if chunk not in stored]
+    assert filled(side) == [(SINK, [tuple(chunk) for chunk in missing])]
+    assert filled(side) == []
+    assert side.pool.get_num_free_blocks() == 200
+
+
+@pytest.mark.parametrize("policy", ["never", "fill-first"])
+def test_other_miss_policies_fill_nothing_in_the_background(policy):
+    side = Side(miss_policy=policy)
+    side.matched(side.add(ask_about(FIRST, SECOND)))
+    assert filled(side) == []
+
+
+def test_chunks_that_never_fit_are_not_filled():
+    long = text(5, 126)
+    side = Side(shape={"max_positions": len(SINK) + 125})
+    side.matched(side.add(ask_about(FIRST, long)))
+    assert filled(side) == [(SINK, [tuple(FIRST)])]
+    side = Side(shape={"max_positions": len(SINK) + 126})
+    side.matched(side.add(ask_about(long)))
+    assert filled(side) == [(SINK, [tuple(long)])]
+
+
+def test_missing_chunks_of_a_begun_request_are_filled_too():
+    side = Side()
+    assert side.matched(side.add(ask_about(FIRST, SECOND)), 48) == 52
+    assert filled(side) == [(SINK, [tuple(FIRST), tuple(SECOND)])]
+
+
+def test_emptying_the_store_empties_the_backlog_and_what_is_known():
+    side = Side()
+    side.store(FIRST)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) == 100
+    side.scheduler.clear()
+    work = side.run()
+    assert work.clear
+    assert not work.fills
+    assert not side.step().clear
+    assert not side.scheduler._mirror.has(digest_of(FIRST))
+    other = side.add(ask_about(FIRST, name="other"))
+    assert side.matched(other) == 0
+
+
+def test_the_lengths_these_tests_count_with():
+    assert (len(SYSTEM), len(FIRST), len(SECOND), len(QUESTION)) == (20, 40, 40, 10)

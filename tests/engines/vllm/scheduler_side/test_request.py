@@ -1,0 +1,106 @@
+"""What a request with chunks knows of itself."""
+
+import time
+
+import pytest
+
+from kvmosaic.core.prompt import Span
+from kvmosaic.engines.vllm.scheduler_side.planner import Planner
+from tests.engines.vllm.scheduler_side.fakes import (
+    FIRST,
+    QUESTION,
+    SECOND,
+    SYSTEM,
+    ask_about,
+    digest_of,
+    make_request,
+    make_setup,
+    make_shape,
+)
+
+
+def plan(request):
+    setup = make_setup(make_shape())
+    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request)
+
+
+def test_chunks_that_end_behind_a_position():
+    ours = plan(ask_about(FIRST, SECOND))
+    both = [(Span(20, 60), digest_of(FIRST)), (Span(60, 100), digest_of(SECOND))]
+    assert ours.chunks_from(0) == ours.chunks_from(59) == both
+    assert ours.chunks_from(60) == ours.chunks_from(99) == both[1:]
+    assert ours.chunks_from(100) == []
+
+
+def test_it_is_begun_when_the_prefix_cache_has_some_of_a_chunk():
+    ours = plan(ask_about(FIRST, SECOND))
+    assert not ours.is_begun(20)
+    assert ours.is_begun(21)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "policy", "is_probed"),
+    [
+        (0.5, "composite", True),
+        (0.5, "kv-deviation", True),
+        (0.5, "sink-link", False),
+        (0.5, "random", False),
+        (0.0, "composite", False),
+        (1.0, "composite", False),
+    ],
+)
+def test_which_policies_look_at_the_prompt(ratio, policy, is_probed):
+    assert plan(ask_about(FIRST, recompute_ratio=ratio, policy=policy)).is_probed is is_probed
+
+
+def test_it_has_arrived_when_all_ranks_have_fetched():
+    ours = plan(ask_about(FIRST))
+    assert (ours.has_fetched, ours.has_arrived) == (False, False)
+    ours.arrived(0)  # says a rank of an earlier asking
+    ours.wait_for(2)
+    assert (ours.has_fetched, ours.has_arrived) == (True, False)
+    ours.arrived(1)
+    ours.arrived(1)
+    assert not ours.has_arrived
+    ours.arrived(0)
+    assert ours.has_arrived
+    ours.reset_after_alloc()
+    assert (ours.has_fetched, ours.has_arrived) == (False, False)
+
+
+def test_patience_begins_when_it_is_first_asked_for_and_anew_after_blocks(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ours = plan(ask_about(FIRST))
+    now = 200.0
+    assert ours.has_patience(30)
+    now = 229.9
+    assert ours.has_patience(30)
+    now = 230.0
+    assert not ours.has_patience(30)
+    ours.reset_after_alloc()
+    assert ours.has_patience(30)
+    now = 260.0
+    assert not ours.has_patience(30)
+
+
+def test_what_its_salt_depends_on():
+    def salt(*parts, **params):
+        return plan(make_request("a", *(parts or (SYSTEM, FIRST, SECOND, QUESTION)), **params)).salt()
+
+    assert salt(recompute_ratio=0.5) == salt(recompute_ratio=0.5)
+    assert len({salt(recompute_ratio=ratio) for ratio in (0, 0.1, 0.2, 1)}) == 4
+    assert salt(SYSTEM, FIRST, SECOND, QUESTION) != salt(SYSTEM, [*FIRST, *SECOND], QUESTION)
+    blends = {salt(recompute_ratio=0.5, policy=policy) for policy in ("random", "random(seed=1)", "sink-link")}
+    assert len(blends) == 3
+    for ratio in (0, 1):  # nothing is chosen
+        assert salt(recompute_ratio=ratio, policy="random") == salt(recompute_ratio=ratio, policy="composite")
+
+
+@pytest.mark.parametrize(("policy", "differs"), [("composite", True), ("sink-link", False)])
+def test_its_salt_depends_on_the_question_if_that_is_looked_at(policy, differs):
+    salts = [
+        plan(make_request("a", SYSTEM, FIRST, question, recompute_ratio=0.5, policy=policy)).salt()
+        for question in (QUESTION, [*QUESTION[:-1], 7])
+    ]
+    assert (salts[0] != salts[1]) is differs

@@ -1,0 +1,200 @@
+"""How much of chunks fits into a step: room beside others, and loads in slices."""
+
+import pytest
+
+from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, text
+
+HALF = {"recompute_ratio": 0.5, "policy": "random"}
+"""60 of the 100 tokens before the question are computed: 20 of the system prompt, 40 of chunks."""
+ALL = {"recompute_ratio": 1.0}
+"""All 100 tokens are computed: more than a step has."""
+
+
+def stored(**settings):
+    side = Side(**settings)
+    side.store(FIRST, SECOND)
+    return side
+
+
+def admitted(side, name, **params):
+    """A request that is being loaded, if the step has room for it."""
+    request = side.add(ask_about(FIRST, SECOND, name=name, **params))
+    matched = side.matched(request)
+    if matched:
+        side.give(request, matched)
+    return matched
+
+
+def test_a_step_has_room_for_as_many_tokens_as_vllm_computes_in_one():
+    side = stored()
+    assert [admitted(side, name) for name in "abcd"] == [100, 100, 100, None]  # 20 tokens each, of 64
+    side.step()
+    assert admitted(side, "e") == 100
+
+
+def test_a_request_that_the_step_has_no_room_for_comes_with_the_next():
+    side = stored()
+    first, second = (side.add(ask_about(FIRST, SECOND, name=name, **HALF)) for name in "ab")
+    side.begin(first)
+    assert side.matched(second) is None
+    assert [load.request_id for load in side.step().loads] == ["a"]
+    assert side.begin(second)[0] == 100
+    assert [load.request_id for load in side.step().loads] == ["b"]
+    assert not side.counts("fallbacks")
+
+
+def test_the_first_request_of_a_step_is_admitted_whatever_its_size():
+    side = Side(miss_policy="fill-first")
+    assert admitted(side, "a") == 100
+    assert admitted(side, "b") is None
+
+
+def test_room_is_taken_by_those_that_got_blocks_not_by_those_that_asked():
+    side = stored()
+    for name in "abcde":
+        assert side.matched(side.add(ask_about(FIRST, SECOND, name=name, **HALF))) == 100
+
+
+def test_what_the_prefix_cache_has_takes_no_room():
+    side = stored()
+    for name in "abcde":
+        request = side.add(ask_about(FIRST, SECOND, name=name))
+        assert side.begin(request, local=32)[0] == 68
+
+
+# --- slices
+
+
+def running(**settings):
+    """The scheduler's side of an engine in which another request decodes."""
+    side = stored(**settings)
+    side.run()
+    return side
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"recompute_ratio": 0.0}, None),
+        (HALF, None),
+        (ALL, STEP),
+        ({"recompute_ratio": 0.5, "policy": "composite"}, STEP // 2),  # which also asks the question
+        ({"recompute_ratio": 0.1, "policy": "composite"}, None),
+    ],
+)
+def test_what_takes_longer_than_a_step_is_loaded_in_slices_while_others_run(params, expected):
+    side = running(miss_policy="fill-first")
+    request = side.add(ask_about(FIRST, SECOND, **params))
+    assert side.ask(request) == (100, expected is not None)
+    side.give(request, 100)
+    [load] = side.run().loads
+    assert load.at_once == expected
+
+
+def test_alone_it_is_loaded_at_once():
+    side = stored(miss_policy="fill-first")
+    request = side.add(ask_about(FIRST, SECOND, **ALL))
+    assert side.ask(request) == (100, False)
+    side.give(request, 100)
+    [load] = side.step().loads
+    assert load.at_once is None
+
+
+def test_it_is_alone_again_when_the_others_are_finished():
+    side = stored(miss_policy="fill-first")
+    other = side.add(ask_about(FIRST, name="other"))
+    side.begin(other)
+    side.run("other", 10, 60)
+    request = side.add(ask_about(FIRST, SECOND, **ALL))
+    assert side.ask(request) == (100, True)
+    side.scheduler.finished(other)
+    assert side.ask(request) == (100, False)
+    side.run("third")
+    assert side.ask(request) == (100, True)
+    side.step()  # in which nobody has a token
+    assert side.ask(request) == (100, False)
+
+
+def test_who_brings_nothing_is_not_loaded_in_slices():
+    side = running()
+    request = side.add(ask_about(FIRST, SECOND, **ALL))
+    assert side.ask(request, 100) == (0, False)
+
+
+def in_slices(side, name="request"):
+    """A request that is being loaded in slices; the step that begins it."""
+    request = side.add(ask_about(FIRST, SECOND, name=name, **ALL))
+    assert side.ask(request) == (100, True)
+    side.give(request, 100)
+    side.run()
+    return request
+
+
+def test_a_request_in_slices_gets_blocks_twice_and_is_loaded_once():
+    side = running(miss_policy="fill-first")
+    request = in_slices(side)
+    side.scheduler.loaded(["request"])
+    side.give(request, 0, local=100, more=10)
+    work = side.run("request", 10, 100)
+    assert not work.loads
+    assert not work.released
+    assert side.counts("requests") == {"reuse": 1}
+    assert side.scheduler.finished(request)["reused_tokens"] == 0
+    assert side.is_forgotten(request)
+
+
+def test_after_a_preemption_it_may_be_loaded_in_slices_again():
+    side = running(miss_policy="fill-first")
+    request = in_slices(side)
+    side.scheduler.loaded(["request"])
+    side.give(request, 0, local=100, more=10)
+    side.run("request", 10, 100)
+    request.num_preemptions = 1
+    side.run()
+    assert side.ask(request) == (100, True)
+    side.give(request, 100)
+    [load] = side.run().loads
+    assert load.at_once == STEP
+
+
+def test_while_one_is_loaded_in_slices_steps_are_full():
+    side = running(miss_policy="fill-first")
+    in_slices(side, "a")
+    for _ in range(3):
+        assert admitted(side, "b") is None
+        side.run()
+    side.scheduler.loaded(["a"])
+    assert admitted(side, "b") == 100
+
+
+def test_steps_are_full_until_the_last_of_several_is_loaded():
+    side = running(miss_policy="fill-first")
+    request = side.add(ask_about(FIRST, SECOND, name="a", **ALL))
+    other = side.add(ask_about(FIRST, SECOND, text(3, 30), name="b", **ALL))
+    assert side.ask(request) == (100, True)
+    assert side.ask(other) == (130, True)
+    side.give(request, 100)
+    side.give(other, 130)
+    side.run()
+    side.scheduler.loaded(["a"])
+    assert admitted(side, "c") is None
+    side.scheduler.loaded(["b"])
+    assert admitted(side, "c") == 100
+
+
+def test_what_is_aborted_between_slices_gives_the_step_back_when_workers_say_so():
+    side = running(miss_policy="fill-first")
+    request = in_slices(side, "a")
+    side.scheduler.finished(request)
+    assert admitted(side, "b") is None
+    side.scheduler.loaded(["a"])
+    assert admitted(side, "b") == 100
+    assert side.is_forgotten(request)
+
+
+def test_a_step_that_begins_a_request_in_slices_has_no_room_for_another():
+    side = running(miss_policy="fill-first")
+    request = side.add(ask_about(FIRST, SECOND, name="a", **ALL))
+    side.ask(request)
+    side.give(request, 100)
+    assert admitted(side, "b") is None

@@ -1,0 +1,57 @@
+"""What the scheduler knows of the workers' stores."""
+
+from kvmosaic.engines.vllm.messages import RankReport
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
+
+
+def report(mirror, rank, fastest="host", **changes):
+    changed = {name.encode(): tier for name, tier in changes.items()}
+    mirror.update(RankReport(rank=rank, fastest=fastest, changes=changed, fetched=[], costs={}, is_off=False))
+
+
+def test_it_is_complete_when_every_rank_has_told():
+    mirror = StoreMirror(2)
+    report(mirror, 1)
+    report(mirror, 1)
+    assert not mirror.is_complete
+    report(mirror, 0)
+    assert mirror.is_complete
+
+
+def test_an_entry_is_there_when_every_rank_has_it():
+    mirror = StoreMirror(2)
+    report(mirror, 0, a="host")
+    assert not mirror.has(b"a")
+    report(mirror, 1, a="host")
+    assert mirror.has(b"a")
+    report(mirror, 0, a=None)
+    assert not mirror.has(b"a")
+    report(mirror, 0, a=None)  # twice does no harm
+
+
+def test_an_entry_is_in_the_slowest_tier_of_all_ranks():
+    mirror = StoreMirror(2)
+    report(mirror, 0, a="host", b="disk")
+    report(mirror, 1, a="disk", b="disk")
+    assert (mirror.tier(b"a"), mirror.tier(b"b"), mirror.tier(b"c")) == ("disk", "disk", None)
+    assert not mirror.is_near(b"a")
+    report(mirror, 1, a="host")
+    assert mirror.tier(b"a") == "host"
+    assert mirror.is_near(b"a")
+    assert not mirror.is_near(b"c")
+
+
+def test_the_fastest_tier_is_that_of_the_rank():
+    mirror = StoreMirror(2)
+    report(mirror, 0, "device", a="device", b="host")
+    report(mirror, 1, "device", a="device", b="host")
+    assert mirror.is_near(b"a")
+    assert not mirror.is_near(b"b")
+
+
+def test_a_cleared_mirror_is_still_complete():
+    mirror = StoreMirror(1)
+    report(mirror, 0, a="host")
+    mirror.clear()
+    assert not mirror.has(b"a")
+    assert mirror.is_complete

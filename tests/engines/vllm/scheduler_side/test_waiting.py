@@ -1,0 +1,290 @@
+"""Requests whose chunks are in slower tiers: what is fetched, how long they wait, what they leave behind."""
+
+import time
+
+import pytest
+
+from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.scheduler_side.scheduler import PATIENCE_SECONDS
+from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, Side, ask_about, digest_of, make_request, text
+
+REMOTE = {"remote": "valkey://nowhere:6379/0"}
+
+
+class Clock:
+    now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    return clock
+
+
+def fetches(work):
+    return [(fetch.request_id, fetch.chunks) for fetch in work.fetches]
+
+
+def of(*chunks):
+    return tuple((digest_of(chunk), len(chunk)) for chunk in chunks)
+
+
+def test_chunks_in_the_fastest_tier_are_brought_at_once():
+    side = Side()
+    side.store(FIRST, SECOND)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) == 100
+    assert side.matched(request, 48) == 52
+    assert not side.step().fetches
+
+
+def test_what_the_prefix_cache_has_up_to_the_question_is_not_brought():
+    side = Side()
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    for local in (100, 105):
+        assert side.matched(request, local) == 0
+    assert not side.step().fetches
+
+
+def test_chunks_in_a_slower_tier_are_fetched_once_and_waited_for():
+    side = Side()
+    side.store(FIRST)
+    side.store(SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    for _ in range(3):
+        assert side.matched(request) is None
+    assert fetches(side.step()) == [("request", of(SECOND))]
+    assert side.matched(request) is None
+    assert not side.step().fetches
+    side.store(SECOND)
+    side.report(fetched=["request"])
+    assert side.matched(request) == 100
+    assert not side.step().fetches
+
+
+def test_every_rank_has_to_fetch():
+    side = Side(shape={"ranks": 2})
+    side.store(FIRST)
+    side.store(FIRST, tier="disk", rank=1)
+    request = side.add(ask_about(FIRST))
+    assert side.matched(request) is None
+    side.report(rank=1, fetched=["request"])
+    assert side.matched(request) is None
+    side.report(rank=0, fetched=["request"])
+    assert side.matched(request) == 60
+
+
+def test_a_chunk_that_one_rank_lacks_is_no_chunk_to_wait_for():
+    side = Side(shape={"ranks": 2})
+    side.store(FIRST)
+    side.store(SECOND, tier="disk", rank=1)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) == 100
+
+
+def test_only_chunks_behind_the_prefix_cache_are_fetched():
+    side = Side()
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request, 64) is None
+    assert fetches(side.step()) == [("request", of(SECOND))]
+
+
+def test_before_all_ranks_have_told_what_they_have_requests_wait():
+    side = Side(shape={"ranks": 2}, is_known=False)
+    request = side.add(ask_about(FIRST))
+    side.store(FIRST, rank=0)
+    assert side.matched(request) is None
+    assert not side.step().fetches
+    side.store(FIRST, rank=1)
+    assert side.matched(request) == 60
+
+
+def test_patience_ends_and_the_request_is_prefilled(clock, caplog):
+    side = Side()
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST))
+    clock.now += 500  # it may have stood in the queue for long before it is asked for
+    assert side.matched(request) is None
+    clock.now += PATIENCE_SECONDS - 0.1
+    assert side.matched(request) is None
+    clock.now += 0.1
+    assert side.ask(request) == (0, False)
+    assert f"waited {PATIENCE_SECONDS} s" in caplog.text
+    assert side.counts("fallbacks") == {"slow-tier": 1}
+    assert side.counts("requests") == {"plain": 1}
+    assert side.step().released == ["request"]
+    assert side.matched(request) == 0
+    assert side.scheduler.finished(request) == {"mode": "plain", "fallback_reason": "slow-tier"}
+    assert side.is_forgotten(request)
+
+
+def test_patience_ends_also_where_workers_never_report(clock):
+    side = Side(is_known=False)
+    request = side.add(ask_about(FIRST))
+    assert side.matched(request) is None
+    clock.now += PATIENCE_SECONDS
+    assert side.matched(request) == 0
+    assert side.counts("fallbacks") == {"slow-tier": 1}
+    assert not side.step().released
+
+
+def test_what_is_begun_is_gone_on_with_when_patience_ends(clock):
+    """vLLM's prefix cache has blended tokens: a prefill of the others would be neither of the two."""
+    side = Side()
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request, 48) is None
+    clock.now += PATIENCE_SECONDS
+    assert side.matched(request, 48) == 52
+    assert not side.counts("fallbacks")
+
+
+def test_a_preempted_request_asks_again_and_waits_anew(clock):
+    side = Side()
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST))
+    assert side.matched(request) is None
+    side.report(fetched=["request"])
+    assert side.begin(request)[0] == 60
+    side.step()
+    request.num_preemptions = 1
+    clock.now += 2 * PATIENCE_SECONDS
+    assert side.matched(request) is None
+    assert fetches(side.step()) == [("request", of(FIRST))]
+    clock.now += PATIENCE_SECONDS - 1
+    assert side.matched(request) is None
+    side.report(fetched=["request"])
+    assert side.begin(request)[0] == 60
+    assert [load.request_id for load in side.step().loads] == ["request"]
+    assert side.counts("requests") == {"reuse": 1}  # it is one request
+
+
+def test_a_fetch_of_an_earlier_asking_is_not_taken_for_that_of_a_later_one():
+    """It is told by name alone; so a request must not be given blocks before its fetch is over."""
+    side = Side(shape={"ranks": 2})
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST))
+    assert side.matched(request) is None
+    side.report(rank=0, fetched=["request"])
+    assert side.matched(request) is None
+    side.report(rank=1, fetched=["request"])
+    side.begin(request)
+    assert side.matched(request) is None
+    side.report(rank=0, fetched=["request"])
+    assert side.matched(request) is None
+
+
+def test_an_abort_while_it_waits_releases_what_was_fetched():
+    side = Side()
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST))
+    assert side.matched(request) is None
+    side.step()
+    side.scheduler.finished(request)
+    assert side.is_forgotten(request)
+    assert side.step().released == ["request"]
+    side.report(fetched=["request"])  # which nobody waits for any more
+    assert side.step().is_empty
+
+
+def test_an_abort_before_anything_was_asked_for_releases_nothing():
+    side = Side()
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST))
+    side.scheduler.finished(request)
+    assert side.step().is_empty
+
+
+def test_loading_releases_by_itself():
+    side = Side()
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST))
+    assert side.matched(request) is None
+    side.report(fetched=["request"])
+    side.begin(request)
+    side.scheduler.finished(request)
+    work = side.step()
+    assert len(work.loads) == 1
+    assert not work.released
+
+
+def test_who_needs_nothing_after_all_releases_what_was_fetched():
+    """While it waited, another request may have left all of its blocks in vLLM's prefix cache."""
+    side = Side()
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST))
+    assert side.matched(request) is None
+    side.report(fetched=["request"])
+    assert side.matched(request, 64) == 0
+    side.give(request, 0, local=64, more=6)
+    work = side.step()
+    assert work.released == ["request"]
+    assert not work.loads
+
+
+# --- the remote tier
+
+
+def test_the_remote_tier_is_asked_for_what_nobody_knows():
+    side = Side(**REMOTE)
+    side.store(FIRST)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    assert fetches(side.step()) == [("request", of(SECOND))]
+    side.store(SECOND)
+    side.report(fetched=["request"])
+    assert side.begin(request)[0] == 100
+    report = side.scheduler.finished(request)
+    assert [chunk["tier"] for chunk in report["chunks"]] == ["host", "remote"]
+
+
+def test_without_a_remote_tier_nobody_is_asked():
+    side = Side()
+    side.store(FIRST)
+    assert side.matched(side.add(ask_about(FIRST, SECOND))) == 100
+    assert not side.step().fetches
+
+
+def test_what_is_known_to_be_slow_and_what_is_unknown_are_fetched_together():
+    side = Side(**REMOTE)
+    side.store(SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    assert fetches(side.step()) == [("request", of(SECOND, FIRST))]
+    side.store(SECOND)
+    side.store(FIRST)
+    side.report(fetched=["request"])
+    side.begin(request)
+    assert [chunk["tier"] for chunk in side.ours(request).report["chunks"]] == ["remote", "disk"]
+
+
+def test_what_the_remote_tier_lacks_too_is_judged_then():
+    side = Side(**REMOTE)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    assert not side.counts("fallbacks")
+    side.step()
+    side.report(fetched=["request"])
+    assert side.matched(request) == 0  # nothing is there to reuse
+    assert side.counts("fallbacks") == {"cost": 1}
+    assert side.step().released == ["request"]
+
+
+def test_what_another_engine_stored_is_judged_with_it():
+    side = Side(**REMOTE)
+    side.report(costs={"blend": Line(0, 1.0), "remap": Line(0, 0.001)})
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    side.step()
+    side.store(FIRST, SECOND)
+    side.report(fetched=["request"], costs={"blend": Line(0, 1.0), "remap": Line(0, 0.001)})
+    assert side.matched(request) == 100
+
+
+def test_requests_without_chunks_ask_nobody():
+    side = Side(**REMOTE)
+    assert side.matched(side.add(make_request("plain", text(5, 200)))) == 0
+    assert side.step().is_empty
