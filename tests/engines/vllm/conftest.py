@@ -11,7 +11,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 # vLLM has an environment of its own (`make test-vllm`): it pins libraries the embedded engine leaves open.
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*test_*.py"]  # also in folders
 
 # Small blocks, so that these short prompts fill several: only full blocks enter the prefix cache.
 SMALL = {

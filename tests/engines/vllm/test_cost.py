@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.engines.vllm.telemetry.cost import ENOUGH, TRIAL_SHARE, Judge, LinearCost
+from kvmosaic.engines.vllm.telemetry.cost import ENOUGH, LinearCost
 
 
 def measured(observations):
@@ -63,24 +63,3 @@ def test_what_is_no_longer_so_is_forgotten():
     sizes = [random.randint(1, 5000) for _ in range(64)]
     observations = [(tokens, per_token * tokens) for per_token in (1e-3, 1e-5) for tokens in sizes]
     assert measured(observations).seconds(1000) == pytest.approx(1e-2)
-
-
-@pytest.mark.parametrize("slower", [1.5, 10.0, 100.0])
-def test_what_is_too_slow_is_tried_again_for_little(slower):
-    judge, tries, count = Judge(), 0, 10_000
-    lost = spent = 0.0
-    for _ in range(count):
-        otherwise = random.uniform(0.1, 1)
-        is_tried = judge.is_faster(slower * otherwise, otherwise)
-        tries += is_tried
-        lost += (slower - 1) * otherwise if is_tried else 0
-        spent += otherwise
-    assert tries > 0
-    assert lost <= TRIAL_SHARE * spent
-
-
-def test_what_is_faster_is_always_done():
-    judge = Judge()
-    for _ in range(100):
-        assert judge.is_faster(0.9, 1.0)
-        judge.is_faster(random.uniform(1, 20), 1.0)

@@ -8,10 +8,7 @@ import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kvmosaic.engines.vllm.compat import event_hash
-from kvmosaic.engines.vllm.messages import RankReport
-from kvmosaic.engines.vllm.scheduler_side.prefix_events import MEDIUM, EventGroup, PrefixEvents
-from kvmosaic.engines.vllm.scheduler_side.store_mirror import ChunkCatalog
+from kvmosaic.engines.vllm.scheduler_side.prefix_events import MEDIUM
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_prefix_blocks import ask
 from tests.engines.vllm.tiny import write_tiny_gemma, write_tiny_llama
@@ -88,31 +85,6 @@ def blocks(events):
 
 def names(events):
     return [name for event in events for name in event.block_hashes]
-
-
-def test_a_part_is_announced_while_all_ranks_have_it():
-    catalog, tokens, hashes = ChunkCatalog(2), draw(4 * BLOCK), [bytes([index]) * 32 for index in range(4)]
-    group = EventGroup("full_attention", None, None)
-    events = PrefixEvents(lambda digest: catalog.tier(digest) is not None, 2 * BLOCK, BLOCK, BLOCK, [group])
-
-    def report(rank, **changes):
-        changed = {name.encode(): tier for name, tier in changes.items()}
-        catalog.update(RankReport(rank, "host", changed, [], {}, False))
-        events.update(changed)
-        return [(type(event), list(map(hashes.index, map(as_bytes, event.block_hashes)))) for event in events.take()]
-
-    def as_bytes(name):
-        return next(each for each in hashes if event_hash(each) == name)
-
-    events.expect(b"one", 0, tokens, hashes)
-    events.expect(b"two", 2 * BLOCK, tokens, hashes)
-    assert report(0, two="host", one="disk") == []
-    assert report(1, other="host") == []
-    assert report(1, two="host", one="host") == [(BlockStored, [0, 1]), (BlockStored, [2, 3])]
-    assert report(0, two="disk") == []
-    assert report(1, two=None) == [(BlockRemoved, [2, 3])]
-    events.clear()
-    assert report(0) == [(BlockRemoved, [0, 1])]
 
 
 @pytest.fixture(scope="module")

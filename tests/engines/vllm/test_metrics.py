@@ -46,7 +46,7 @@ def everything(rank=0):
     """Stats with each metric we have."""
     stats = ChunkStats(rank=rank)
     for name, spec in COUNTS.items():
-        stats.count(name, spec.values[0] if spec.values else "lora" if spec.label else "")
+        stats.count(name, spec.values[0] if spec.values else "")
     for name in LEVELS:
         stats.level(name, "host", 100)
     for stage in get_args(Stage):
@@ -185,7 +185,7 @@ def test_every_metric_is_shown():
             ("chunk_misses_total", {"reason": "new"}, times),
             ("chunks_filled_total", {}, times),
             ("requests_total", {"mode": "reuse"}, times),
-            ("fallbacks_total", {"reason": "lora"}, times),
+            ("fallbacks_total", {"reason": "bad-parameters"}, times),
             ("tokens_total", {"kind": "reused"}, times),
             ("evictions_total", {}, times),
             ("write_errors_total", {}, times),

@@ -3,12 +3,8 @@
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from kvmosaic.engines.vllm.forward.runs import Row
-from kvmosaic.engines.vllm.worker_side.slices import Slices
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.test_engine import same
@@ -73,38 +69,6 @@ def finish(llm, name):
 def until_idle(llm):
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-
-
-@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 50), st.integers(1, 50))
-def test_slices_are_all_there_is_in_order(lengths, at_once, room):
-    wanted, rows, at = [], [], 0
-    for length in lengths:
-        at += 3
-        wanted += range(at, at + length)
-        rows.append(Row(range(at, at + length), at, [[7]]))
-        at += length
-    slices, got = Slices(), []
-    now = slices.begin("a", rows, at_once)
-    for limit in (at_once, *[room] * len(wanted)):
-        assert all(list(row.tokens) == list(range(row.start, row.end)) for row in now)
-        handed = [token for row in now for token in row.tokens]
-        got += handed
-        assert slices.take_done(()) == ({"a"} if got == wanted else set())
-        if not slices:
-            break
-        assert len(handed) == limit
-        [now] = slices.go_on(room)
-    assert got == wanted
-
-
-def test_slices_that_nobody_wants_are_done():
-    slices = Slices()
-    for name in "ab":
-        slices.begin(name, [Row(range(10), 0, [[7]])], 4)
-    assert slices.take_done({"b", "c"}) == {"b"}
-    assert [row.start for [row] in slices.go_on(100)] == [4]
-    assert slices.take_done({"b"}) == {"a"}
-    assert not slices
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,399 @@
+"""vLLM's own scheduler and our connector, with workers whose KV cache says what stands in it instead of holding KV.
+
+Each slot of the cache has a label: the hash of all tokens up to its own, and, where chunks were reused, of all that
+the KV depends on besides. Whoever reads a slot knows the label that has to be there. So a block that is read before it
+is written, written while another needs it, or found by a request that it was not made for, is an error at once."""
+
+import json
+import random
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvmosaic.blend import policy_named
+from kvmosaic.core.config import load_config
+from kvmosaic.core.key import content_hash
+from kvmosaic.engines.vllm.arguments import engine_arguments
+from kvmosaic.engines.vllm.forward.runs import Run
+from kvmosaic.engines.vllm.messages import ChunkLoad, Line, PrefixLoad, PrefixSave, RankReport, StepReport, StepWork
+from kvmosaic.engines.vllm.shape import EngineShape
+from kvmosaic.engines.vllm.worker_side.slices import Slices
+from tests.engines.vllm.scheduler_side.fakes import BLOCK, STEP
+from tests.engines.vllm.scheduler_side.prefixes import prefix_digests
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+}
+
+
+@lru_cache(maxsize=1)
+def _vllm_config() -> VllmConfig:
+    """As vLLM makes it of a model that is nothing but a ``config.json``."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
+        arguments = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            block_size=BLOCK,
+            max_num_batched_tokens=STEP,
+            max_num_seqs=8,
+            max_model_len=2048,
+            enable_prefix_caching=True,
+            **engine_arguments(load_config(enable_chunk_cache=True)),
+        )
+        return arguments.create_engine_config()
+
+
+def make_scheduler(*, blocks: int, ranks: int, window: int | None, is_async: bool, **settings: Any) -> Scheduler:
+    """vLLM's scheduler with our connector, for a model that nobody loads."""
+    config = _vllm_config()
+    chunks = load_config(enable_chunk_cache=True, **{"sink_prefix": "bos", "miss_policy": "background", **settings})
+    config.kv_transfer_config.kv_connector_extra_config = chunks.model_dump(mode="json")
+    config.parallel_config.tensor_parallel_size = ranks
+    config.scheduler_config.async_scheduling = is_async
+    config.cache_config.num_gpu_blocks = blocks + 1  # one is never handed out
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=window)
+    caches = KVCacheConfig(blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)])
+    kind = AsyncScheduler if is_async else Scheduler
+    return kind(config, caches, StructuredOutputManager(config), BLOCK)
+
+
+@dataclass
+class _Stream:
+    """A request as the workers know it."""
+
+    labels: np.ndarray
+    """``[tokens]`` of its prompt and answer, int64."""
+    length: int
+    """Tokens until now."""
+
+
+def _chain(tokens: Sequence[int]) -> np.ndarray:
+    labels, before = [], 0
+    for token in tokens:
+        before = hash((before, token))
+        labels.append(before)
+    return np.array(labels, dtype=np.int64)
+
+
+def answer_token(position: int) -> int:
+    """The token that every request says at a position."""
+    return 700_000 + position
+
+
+@dataclass
+class Workers:
+    """All ranks: one KV cache, one store, and what each has yet to report."""
+
+    shape: EngineShape
+    blocks: int
+    ranks: int
+    chance: random.Random
+    streams: dict[str, _Stream] = field(default_factory=dict)
+    store: dict[bytes, str] = field(default_factory=dict)
+    news: list[dict[bytes, str | None]] = field(default_factory=list)
+    fetching: list[dict[str, int]] = field(default_factory=list)
+    """By rank: requests whose fetch takes some more steps."""
+    pinned: set[str] = field(default_factory=set)
+    """Requests for which something was fetched and not released."""
+    costs: dict[str, Line] = field(default_factory=dict)
+    salts: set[bytes] = field(default_factory=set)
+    """Of requests that want to be kept apart."""
+    slices: Slices = field(default_factory=Slices)
+    loads: int = 0
+    prefix_loads: int = 0
+    saves: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory = np.full((self.blocks + 1) * BLOCK, -1, dtype=np.int64)
+        self.cut_until = np.zeros_like(self.memory)
+        """Where the segment ends whose beginning a slot lacks in layers with a window: nothing before that may be
+        computed on top of it."""
+        self.news = [{} for _ in range(self.ranks)]
+        self.fetching = [{} for _ in range(self.ranks)]
+        self._loading: dict[str, ChunkLoad] = {}
+
+    # --- the cache
+
+    def _slots(self, blocks: Sequence[int], start: int, end: int) -> np.ndarray:
+        positions = np.arange(start, end)
+        return np.asarray(blocks, dtype=np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
+
+    def _read(self, what: str, labels: np.ndarray, blocks: Sequence[int], end: int) -> None:
+        """Something at position ``end`` sees all before it."""
+        slots = self._slots(blocks, 0, end)
+        wrong = np.flatnonzero(self.memory[slots] != labels[:end])
+        assert not wrong.size, f"{what}: other KV than expected at {wrong[0]} of {end}, block {blocks[wrong[0] // BLOCK]}"
+        cut = np.flatnonzero(self.cut_until[slots] > end)
+        assert not cut.size, f"{what}: position {end} sees {cut[0]}, which lacks what it needs"
+
+    def _write(self, labels: np.ndarray, blocks: Sequence[int], start: int, end: int) -> None:
+        slots = self._slots(blocks, start, end)
+        self.memory[slots] = labels[start:end]
+        self.cut_until[slots] = 0
+
+    def _scribble(self, blocks: Sequence[int]) -> None:
+        """Blocks for something that is not kept."""
+        for block in blocks:
+            self.memory[block * BLOCK : (block + 1) * BLOCK] = -2
+
+    # --- the store
+
+    def put(self, digest: bytes, tier: str | None) -> None:
+        if tier is None:
+            self.store.pop(digest, None)
+        else:
+            self.store[digest] = tier
+        for news in self.news:
+            news[digest] = tier
+
+    # --- requests
+
+    def add(self, request: Request, *, is_plain: bool) -> None:
+        tokens = list(request.prompt_token_ids)
+        answers = [answer_token(position) for position in range(len(tokens), len(tokens) + request.max_tokens)]
+        labels = _chain([*tokens, *answers])
+        if request.cache_salt is not None:
+            self.salts.add(request.cache_salt.encode())
+        params = request.kv_transfer_params or {}
+        spans = [tuple(span) for span in params.get("boundaries", [])[1:-1]]
+        if spans and not is_plain:
+            ratio, policy = params["recompute_ratio"], params["policy"]
+            own: list[Any] = [ratio, spans]
+            if 0 < ratio < 1:
+                own += [policy]
+                own += [tokens] if policy_named(policy).reads_content else []
+            made = repr(own)
+            labels[spans[0][0] :] = [hash((made, label)) for label in labels[spans[0][0] :].tolist()]
+        self.streams[request.request_id] = _Stream(labels, len(tokens))
+
+    # --- a step
+
+    def execute(self, output: SchedulerOutput, tables: dict[str, list[int]]) -> ModelRunnerOutput:
+        """``tables``: the blocks of all requests that have any."""
+        work = output.kv_connector_metadata
+        assert isinstance(work, StepWork)
+        self._step(work, tables)
+        sampled = self._forward(output, tables)
+        done = self.slices.take_done(output.finished_req_ids)
+        for name in done:
+            self._loading.pop(name, None)
+        report = StepReport([self._report(rank) for rank in range(self.ranks)])
+        return ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={name: index for index, name in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=KVConnectorOutput(finished_recving=done or None, kv_connector_worker_meta=report),
+        )
+
+    def _step(self, work: StepWork, tables: dict[str, list[int]]) -> None:
+        """In the order of ``WorkerSide.step``."""
+        for save in work.prefix_saves:
+            self._save(save)
+        if work.clear:
+            for digest in list(self.store):
+                self.put(digest, None)
+        self.pinned.difference_update(work.released)
+        for fetch in work.fetches:
+            self.pinned.add(fetch.request_id)
+            for rank in range(self.ranks):
+                self.fetching[rank][fetch.request_id] = self.chance.randrange(3)
+            for digest, _ in fetch.chunks:
+                if digest in self.store:
+                    self.put(digest, "host")
+        for prefix in work.prefix_loads:
+            assert prefix.blocks == (tuple(tables[prefix.request_id]),)
+            self._load_prefix(prefix)
+            self.pinned.discard(prefix.request_id)
+        for runs in self.slices.go_on(STEP):
+            self._compute(runs)
+        for load in work.loads:
+            assert load.blocks == (tuple(tables[load.request_id]),)
+            self._load(load, tables)
+            self.pinned.discard(load.request_id)
+        for fill in work.fills:
+            self._borrow(fill.blocks[0], tables)
+            for digest, tokens in fill.chunks:
+                plain = content_hash(tokens, fill.context)
+                assert digest in {plain, *(sha256(salt + plain).digest()[: len(plain)] for salt in self.salts)}
+                self.put(digest, "host")
+
+    def _borrow(self, blocks: Sequence[int], tables: dict[str, list[int]]) -> None:
+        assert len(set(blocks)) == len(blocks)
+        for name, table in tables.items():
+            assert not set(blocks) & set(table), f"{name} has blocks that are lent"
+        self._scribble(blocks)
+
+    def _load(self, load: ChunkLoad, tables: dict[str, list[int]]) -> None:
+        self.loads += 1
+        stream, blocks, question = self.streams[load.request_id], load.blocks[0], load.prompt.question.start
+        assert load.start % BLOCK == 0
+        assert load.start <= load.shared_until
+        self._borrow(load.spare, tables)
+        if load.fill:
+            self._scribble(blocks[load.shared_until // BLOCK :])
+            for digest in load.digests:
+                self.put(digest, "host")
+        self._read(f"load of {load.request_id}", stream.labels, blocks, load.start)
+        run = Run(range(load.start, question), load.start, load.blocks)
+        if load.at_once is None:
+            self._write(stream.labels, blocks, load.start, question)
+            return
+        self._loading[load.request_id] = load
+        self._compute(self.slices.begin(load.request_id, [run], load.at_once))
+
+    def _compute(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            [name] = [name for name, load in self._loading.items() if load.blocks is run.blocks]
+            self._read(f"slice of {name}", self.streams[name].labels, run.blocks[0], run.start)
+            self._write(self.streams[name].labels, run.blocks[0], run.start, run.end)
+
+    def _load_prefix(self, load: PrefixLoad) -> None:
+        self.prefix_loads += 1
+        labels, blocks, end, size = _chain(load.tokens), load.blocks[0], len(load.tokens), load.segment_tokens
+        assert end % size == 0
+        assert list(load.digests) == prefix_digests(load.tokens, size)
+        wanted = range(load.start // size, end // size)
+        if not all(load.digests[index] in self.store for index in wanted):
+            first = load.start // size * size if self.shape.is_cut(size) else load.start
+            self._read(f"prefix of {load.request_id}", labels, blocks, first)
+            self._write(labels, blocks, first, end)
+            return
+        self._write(labels, blocks, load.start, end)
+        if self.shape.is_cut(size):
+            for index in wanted:
+                begin, kept = max(load.start, index * size), (index + 1) * size - self.shape.window_tail
+                if begin < kept:
+                    self.cut_until[self._slots(blocks, begin, kept)] = (index + 1) * size
+
+    def _save(self, save: PrefixSave) -> None:
+        self.saves += 1
+        labels, digests = _chain(save.tokens), prefix_digests(save.tokens, save.segment_tokens)
+        for start, digest in save.segments:
+            end = start + save.segment_tokens
+            assert digest == digests[start // save.segment_tokens]
+            slots = self._slots(save.blocks, start, end)
+            assert (self.memory[slots] == labels[start:end]).all(), f"segment at {start}: its blocks hold other KV"
+            assert (self.cut_until[slots] <= end).all()
+            self.put(digest, "host")
+
+    def _forward(self, output: SchedulerOutput, tables: dict[str, list[int]]) -> dict[str, list[int]]:
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled: dict[str, list[int]] = {}
+        for name, count in output.num_scheduled_tokens.items():  # all write before any of them reads
+            self._write(self.streams[name].labels, tables[name], computed[name], computed[name] + count)
+        for name, count in output.num_scheduled_tokens.items():
+            stream = self.streams[name]
+            self._read(f"forward of {name}", stream.labels, tables[name], computed[name])
+            is_all = computed[name] + count == stream.length
+            sampled[name] = [answer_token(stream.length)] if is_all else []
+            stream.length += is_all
+        return sampled
+
+    def _report(self, rank: int) -> RankReport:
+        waiting = self.fetching[rank]
+        fetched = [name for name, steps in waiting.items() if steps == 0]
+        self.fetching[rank] = {name: steps - 1 for name, steps in waiting.items() if steps}
+        changes, self.news[rank] = self.news[rank], {}
+        return RankReport(
+            rank=rank, fastest="host", changes=changes, fetched=fetched, costs=dict(self.costs), is_off=False
+        )
+
+
+class Simulation:
+    """One engine without a model."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 60,
+        ranks: int = 1,
+        window: int | None = None,
+        is_async: bool = False,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.vllm = make_scheduler(blocks=blocks, ranks=ranks, window=window, is_async=is_async, **settings)
+        self.ours = self.vllm.connector.scheduler
+        self.pool = self.vllm.kv_cache_manager.block_pool
+        self.blocks = blocks
+        self.workers = Workers(self.ours._shape, blocks, ranks, random.Random(seed))
+        self._ahead = int(is_async)
+        self._pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.reports: dict[str, dict[str, Any]] = {}
+        """What finished requests were told."""
+        self.requests: dict[str, Request] = {}
+
+    def add(self, request: Request) -> Request:
+        self.requests[request.request_id] = request
+        self.vllm.add_request(request)
+        self.workers.add(request, is_plain=request.request_id not in self.ours._requests)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.vllm.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> SchedulerOutput:
+        output = self.vllm.schedule()
+        manager = self.vllm.kv_cache_manager
+        tables = {name: manager.get_block_ids(name)[0] for name in self.vllm.requests}
+        self._pending.append((output, self.workers.execute(output, {n: t for n, t in tables.items() if t})))
+        while len(self._pending) > (self._ahead if output.num_scheduled_tokens else 0):
+            for outputs in self.vllm.update_from_output(*self._pending.popleft()).values():
+                for each in outputs.outputs:
+                    if each.finish_reason is not None:
+                        self.reports[each.request_id] = each.kv_transfer_params
+        return output
+
+    def finish(self, limit: int = 1000) -> None:
+        """Step until all requests are answered, and a few times more, so that workers hear of the end."""
+        for _ in range(limit):
+            if not self.vllm.has_unfinished_requests():
+                break
+            self.step()
+        assert not self.vllm.has_unfinished_requests(), "it never ends"
+        for _ in range(6):
+            self.step()
+
+    def check_that_nothing_is_left(self) -> None:
+        ours = self.ours
+        assert not self.vllm.requests
+        assert self.pool.get_num_free_blocks() == self.blocks
+        for kept in (ours._requests, ours._fallbacks, ours._running, ours._in_slices, ours._prefixes._requests):
+            assert not kept
+        assert not ours._prefixes._finished
+        assert not ours._tables._tables
+        assert not self.workers.pinned
+        assert not self.workers.slices
+        for request in self.requests.values():
+            if request.status != RequestStatus.FINISHED_ABORTED:
+                assert request.num_output_tokens == request.max_tokens

@@ -1,0 +1,232 @@
+"""Requests from their arrival to their end under vLLM's own scheduler, whatever happens to them on the way."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvmosaic.core.key import content_hash
+from kvmosaic.engines.vllm import shape as shapes
+from kvmosaic.engines.vllm.messages import Line
+from tests.engines.vllm.scheduler_side.fakes import FIRST, SEGMENT, SYSTEM, make_request, text
+from tests.engines.vllm.scheduler_side.simulation import Simulation
+
+DOCUMENTS = [text(number, length) for number, length in enumerate((40, 25, 16, 90, 33), start=1)]
+SYSTEMS = [text(90, 20), text(90, 64), text(91, 5), []]
+BLENDS = [(0.0, "composite"), (0.3, "composite"), (0.3, "sink-link"), (1.0, "composite")]
+PLAIN = text(90, 400)
+"""Begins as system prompts do."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_segments():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "SEGMENT_TOKENS", SEGMENT)
+        yield
+
+
+def chunked(name, system=SYSTEM, documents=(FIRST,), question=10, answer=4, ratio=0.0, policy="composite", **more):
+    params = {"report": True, "recompute_ratio": ratio, "policy": policy}
+    return make_request(
+        name, system, *documents, text(95, question), sampling={"max_tokens": answer}, **params, **more
+    )
+
+
+def plain(name, tokens, answer=4):
+    return make_request(name, tokens, sampling={"max_tokens": answer}, report=True)
+
+
+# --- one thing at a time
+
+
+def store(engine, *documents):
+    """Documents that the workers have, and say so."""
+    for document in documents:
+        engine.workers.put(content_hash(document, engine.ours._planner._sink), "host")
+    engine.step()
+
+
+def test_requests_with_the_same_prompt_in_one_step_are_loaded_once_and_share_blocks():
+    engine = Simulation()
+    store(engine, *DOCUMENTS)
+    for name in "ab":
+        engine.add(chunked(name, documents=DOCUMENTS[:2]))
+    loads = engine.step().kv_connector_metadata.loads
+    # The second finds the first one's blocks in vLLM's prefix cache before anybody wrote them.
+    assert [(load.request_id, load.start) for load in loads] == [("a", 0), ("b", 80)]
+    engine.finish()
+    engine.check_that_nothing_is_left()
+    assert [engine.reports[name]["prefix_tokens"] for name in "ab"] == [0, 80]
+
+
+def test_a_request_behind_blocks_that_a_plain_one_writes_in_the_same_step():
+    engine = Simulation()
+    store(engine, *DOCUMENTS)
+    engine.add(plain("plain", PLAIN[:60]))
+    engine.add(chunked("chunked", PLAIN[:50], DOCUMENTS[:1]))
+    [load] = engine.step().kv_connector_metadata.loads
+    assert (load.start, load.shared_until) == (0, 48)
+    engine.finish()
+    engine.check_that_nothing_is_left()
+
+
+def test_preempted_requests_are_loaded_again():
+    engine = Simulation(blocks=24)
+    store(engine, *DOCUMENTS)
+    for number in range(4):
+        engine.add(chunked(str(number), text(60 + number, 20), DOCUMENTS[:2], answer=90))
+    engine.finish()
+    engine.check_that_nothing_is_left()
+    assert sum(request.num_preemptions for request in engine.requests.values()) > 0
+    assert engine.workers.loads > 4
+    assert engine.ours.stats.data["counts"] == {}  # vLLM took them
+
+
+def test_long_blends_come_in_slices_while_another_decodes():
+    engine = Simulation(miss_policy="fill-first")
+    store(engine, *DOCUMENTS)
+    engine.add(plain("other", text(7, 30), 60))
+    engine.step()
+    engine.add(chunked("long", documents=DOCUMENTS, ratio=1.0))
+    begun = engine.step()
+    assert begun.kv_connector_metadata.loads[0].at_once == 64
+    assert set(begun.num_scheduled_tokens) == {"other"}
+    steps = 1
+    while "long" not in engine.step().num_scheduled_tokens:
+        steps += 1
+    assert steps >= (20 + 204) // 64
+    engine.finish()
+    engine.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_an_abort_between_slices_leaves_nothing(steps):
+    engine = Simulation(miss_policy="fill-first")
+    store(engine, *DOCUMENTS)
+    engine.add(plain("other", text(7, 30), 60))
+    engine.step()
+    engine.add(chunked("long", documents=DOCUMENTS, ratio=1.0))
+    for _ in range(steps):
+        engine.step()
+    engine.abort("long")
+    engine.add(chunked("next", documents=DOCUMENTS, ratio=1.0))
+    engine.finish()
+    engine.check_that_nothing_is_left()
+    assert engine.reports["next"]["mode"] == "reuse"
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_exact_prefixes_come_back_after_the_prefix_cache_forgot_them(window):
+    engine = Simulation(prefix_blocks=True, window=window)
+    for name, tokens in (("a", PLAIN[:300]), ("b", [*PLAIN[:150], *text(7, 20)]), ("c", PLAIN[:300])):
+        engine.vllm.reset_prefix_cache()
+        engine.add(plain(name, tokens))
+        engine.finish()
+    assert engine.workers.saves > 0
+    assert engine.workers.prefix_loads == 2
+    engine.check_that_nothing_is_left()
+
+
+def test_a_request_that_is_served_plainly_for_its_cost_goes_on_like_any_other():
+    engine = Simulation()
+    engine.add(chunked("first", documents=DOCUMENTS[:2], answer=20))
+    engine.finish()
+    assert engine.reports["first"] == {"mode": "plain", "fallback_reason": "cost"}
+    assert len(engine.workers.store) == 2  # filled in the background
+    engine.vllm.reset_prefix_cache()
+    engine.add(chunked("second", documents=DOCUMENTS[:2]))
+    engine.finish()
+    assert engine.reports["second"]["reused_tokens"] == 65
+    engine.check_that_nothing_is_left()
+
+
+# --- anything at any time
+
+
+class Lives(RuleBasedStateMachine):
+    """Random requests, aborts, evictions and steps in an engine with few blocks."""
+
+    @initialize(
+        blocks=st.integers(30, 80),
+        ranks=st.integers(1, 2),
+        is_async=st.booleans(),
+        window=st.sampled_from([None, None, 20]),
+        policy=st.sampled_from(["background", "fill-first", "never"]),
+        prefixes=st.booleans(),
+        remote=st.booleans(),
+        seed=st.integers(0, 100),
+    )
+    def start(self, blocks, ranks, is_async, window, policy, prefixes, remote, seed):
+        self.engine = Simulation(
+            blocks=blocks,
+            ranks=ranks,
+            is_async=is_async,
+            window=window,
+            miss_policy=policy,
+            prefix_blocks=prefixes,
+            remote="valkey://nowhere:6379/0" if remote else None,
+            seed=seed,
+        )
+        self.count = 0
+        self.engine.step()
+
+    def name(self):
+        self.count += 1
+        return str(self.count)
+
+    @rule(
+        system=st.integers(0, len(SYSTEMS) - 1),
+        documents=st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=4),
+        question=st.integers(1, 40),
+        answer=st.integers(1, 40),
+        blend=st.sampled_from(BLENDS),
+        salt=st.sampled_from([None, None, None, "mine"]),
+    )
+    def add_chunked(self, system, documents, question, answer, blend, salt):
+        parts = [DOCUMENTS[number] for number in documents]
+        self.engine.add(chunked(self.name(), SYSTEMS[system], parts, question, answer, *blend, cache_salt=salt))
+
+    @rule(shared=st.integers(0, 300), own=st.integers(1, 60), answer=st.integers(1, 40))
+    def add_plain(self, shared, own, answer):
+        self.engine.add(plain(self.name(), [*PLAIN[:shared], *text(80 + own % 2, own)], answer))
+
+    @rule(count=st.integers(1, 6))
+    def run(self, count):
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.engine.vllm.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        alive = [name for name, request in self.engine.vllm.requests.items() if not request.is_finished()]
+        if alive:
+            self.engine.abort(data.draw(st.sampled_from(alive)))
+
+    @precondition(lambda self: self.engine.workers.store)
+    @rule(data=st.data(), tier=st.sampled_from([None, "disk"]))
+    def move_entry(self, data, tier):
+        """The store drops an entry, or moves it to a slower tier."""
+        self.engine.workers.put(data.draw(st.sampled_from(sorted(self.engine.workers.store))), tier)
+
+    @rule(seconds=st.sampled_from([0.001, 3.0]))
+    def measure(self, seconds):
+        self.engine.workers.costs = {"blend": Line(0, 1.0), "remap": Line(0, seconds)}
+
+    @rule()
+    def empty_the_store(self):
+        self.engine.ours.clear()
+
+    @rule()
+    def forget_the_prefix_cache(self):
+        self.engine.vllm.reset_prefix_cache()
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.engine.finish()
+            self.engine.check_that_nothing_is_left()
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(
+    deadline=None, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
