@@ -1,5 +1,7 @@
 """Tokens to compute as runs: cutting them, and what a pass knows of them."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,7 @@ def test_runs_are_the_wanted_tokens_and_no_others(wanted):
     covered = [position for run in runs for position in range(run.start, run.end)]
     assert covered == [position for position, is_wanted in enumerate(wanted) if is_wanted]
     assert all(list(run.tokens) == tokens[run.start : run.end] and run.blocks is BLOCKS for run in runs)
-    assert all(first.end < second.start for first, second in zip(runs, runs[1:], strict=False)), "runs that touch"
+    assert all(first.end < second.start for first, second in pairwise(runs)), "runs that touch"
 
 
 @given(st.lists(st.integers(1, 20), max_size=8), st.integers(0, 100))

@@ -1,4 +1,4 @@
-"""The scheduler's side of an engine by itself: real requests, a real pool of blocks, and what workers would report."""
+"""The scheduler's side of an engine by itself: real requests, a real pool of blocks, and workers' reports."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,9 @@
 """vLLM's own scheduler and our connector, with workers whose KV cache says what stands in it instead of holding KV.
 
 Each slot of the cache has a label: the hash of all tokens up to its own, and, where chunks were reused, of all that
-the KV depends on besides. Whoever reads a slot knows the label that has to be there. So a block that is read before it
-is written, written while another needs it, or found by a request that it was not made for, is an error at once."""
+the KV depends on besides. A reader of a slot knows the label that has to be there. So it is an error at once if a
+block is read before it is written, written while another request needs it, or found by a request that it was not made
+for."""
 
 import json
 import random
@@ -79,7 +80,9 @@ def make_scheduler(*, blocks: int, ranks: int, window: int | None, is_async: boo
     config.parallel_config.tensor_parallel_size = ranks
     config.scheduler_config.async_scheduling = is_async
     config.cache_config.num_gpu_blocks = blocks + 1  # one is never handed out
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=window)
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=window
+    )
     caches = KVCacheConfig(blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)])
     kind = AsyncScheduler if is_async else Scheduler
     return kind(config, caches, StructuredOutputManager(config), BLOCK)
@@ -150,7 +153,9 @@ class Workers:
         """Something at position ``end`` sees all before it."""
         slots = self._slots(blocks, 0, end)
         wrong = np.flatnonzero(self.memory[slots] != labels[:end])
-        assert not wrong.size, f"{what}: other KV than expected at {wrong[0]} of {end}, block {blocks[wrong[0] // BLOCK]}"
+        assert not wrong.size, (
+            f"{what}: other KV than expected at {wrong[0]} of {end}, block {blocks[wrong[0] // BLOCK]}"
+        )
         cut = np.flatnonzero(self.cut_until[slots] > end)
         assert not cut.size, f"{what}: position {end} sees {cut[0]}, which lacks what it needs"
 

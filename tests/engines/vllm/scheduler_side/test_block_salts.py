@@ -11,7 +11,16 @@ from vllm.v1.request import Request
 
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalts
 from tests.engines.vllm.scheduler_side import fakes
-from tests.engines.vllm.scheduler_side.fakes import FIRST, QUESTION, SECOND, SYSTEM, Side, ask_about, make_request, text
+from tests.engines.vllm.scheduler_side.fakes import (
+    FIRST,
+    QUESTION,
+    SECOND,
+    SYSTEM,
+    Side,
+    ask_about,
+    make_request,
+    text,
+)
 
 BLOCK = 4
 

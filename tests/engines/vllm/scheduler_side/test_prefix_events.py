@@ -8,7 +8,16 @@ from kvmosaic.engines.vllm.messages import RankReport
 from kvmosaic.engines.vllm.scheduler_side import prefix_events
 from kvmosaic.engines.vllm.scheduler_side.prefix_events import MEDIUM, EventGroup, PrefixEvents
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
-from tests.engines.vllm.scheduler_side.fakes import BLOCK, FIRST, SEGMENT, Side, ask_about, make_request, make_shape, text
+from tests.engines.vllm.scheduler_side.fakes import (
+    BLOCK,
+    FIRST,
+    SEGMENT,
+    Side,
+    ask_about,
+    make_request,
+    make_shape,
+    text,
+)
 from tests.engines.vllm.scheduler_side.prefixes import prefix_digests
 
 FULL = EventGroup("full_attention", None, None)
@@ -162,10 +171,10 @@ def test_a_window_that_keeps_all_of_a_segment_is_no_group_of_its_own():
 def test_segments_whose_blocks_have_hashes_of_their_own_are_announced_with_vllms():
     side = announcing(window_tail=32)
     hashes = names(computed(side).block_hashes)
-    side.report({digest: "host" for digest in DIGESTS[:2]})
+    side.report(dict.fromkeys(DIGESTS[:2], "host"))
     said = [event.block_hashes for event in side.scheduler.take_events()]
-    side.report({digest: None for digest in DIGESTS[:2]})
-    side.report({digest: "host" for digest in DIGESTS[:2]})
+    side.report(dict.fromkeys(DIGESTS[:2]))
+    side.report(dict.fromkeys(DIGESTS[:2], "host"))
     side.scheduler.take_events()
     request = side.add(make_request("again", PROMPT))
     side.begin(request, more=10)

@@ -20,7 +20,7 @@ REMOTE = {"remote": "valkey://nowhere:6379/0"}
 def stored(count, *, tier="host", **settings):
     """A scheduler whose workers have the first segments of the prompt."""
     side = Side(prefix_blocks=True, **settings)
-    side.report({digest: tier for digest in prefix_digests(PROMPT)[:count]})
+    side.report(dict.fromkeys(prefix_digests(PROMPT)[:count], tier))
     return side
 
 
@@ -76,7 +76,7 @@ def test_the_same_segment_behind_another_is_another():
 
 def test_without_the_setting_nothing_is_brought():
     side = Side()
-    side.report({digest: "host" for digest in prefix_digests(PROMPT)})
+    side.report(dict.fromkeys(prefix_digests(PROMPT), "host"))
     assert side.matched(side.add(plain())) == 0
 
 
@@ -120,6 +120,22 @@ def test_requests_with_chunks_have_no_exact_segments():
 def test_a_request_that_falls_back_at_its_start_may_have_exact_segments():
     side = stored(3)
     assert side.matched(side.add(plain(policy="oracle"))) == 3 * SEGMENT
+
+
+def test_after_a_failed_self_test_nothing_is_loaded_or_saved():
+    side = stored(2)
+    early = side.add(plain("early"))
+    assert side.matched(early) == 2 * SEGMENT
+    left = side.add(plain("left", text(6, 2 * SEGMENT)))
+    _, blocks = side.begin(left, more=2 * SEGMENT)
+    side.step(new=frozenset({"left"}), blocks={"left": blocks})
+    left.num_computed_tokens = SEGMENT
+    side.scheduler.finished(left)
+    side.report(is_off=True)
+    assert side.matched(early) == 0
+    assert side.matched(side.add(plain("late"))) == 0
+    side.give(early, 0, more=len(PROMPT))
+    assert side.run("early", 1, 3 * SEGMENT).is_empty
 
 
 def test_blocks_that_the_same_step_writes_are_brought_as_well():

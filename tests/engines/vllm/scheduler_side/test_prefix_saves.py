@@ -15,7 +15,9 @@ def started(tokens=PROMPT, **settings):
     side = Side(prefix_blocks=True, **settings)
     request = side.add(make_request("plain", tokens))
     _, blocks = side.begin(request, more=len(tokens) + 40)
-    work = side.step(scheduled={"plain": 64}, computed={"plain": 0}, new=frozenset({"plain"}), blocks={"plain": blocks})
+    work = side.step(
+        scheduled={"plain": 64}, computed={"plain": 0}, new=frozenset({"plain"}), blocks={"plain": blocks}
+    )
     assert not work.prefix_saves
     return side, request, blocks
 
@@ -50,11 +52,11 @@ def test_what_the_store_has_is_not_saved():
 
 def test_what_was_loaded_is_not_saved():
     side = Side(prefix_blocks=True)
-    side.report({digest: "host" for digest in DIGESTS[:2]})
+    side.report(dict.fromkeys(DIGESTS[:2], "host"))
     request = side.add(make_request("plain", PROMPT))
     _, blocks = side.begin(request, more=40)
     side.step(scheduled={"plain": 64}, computed={"plain": 128}, new=frozenset({"plain"}), blocks={"plain": blocks})
-    side.report({digest: None for digest in DIGESTS})
+    side.report(dict.fromkeys(DIGESTS))
     [save] = saves(side, 3 * SEGMENT)
     assert save.segments == ((2 * SEGMENT, DIGESTS[2]),)
 
@@ -126,9 +128,7 @@ def test_requests_with_chunks_are_never_saved():
     request = side.add(ask_about(FIRST, text(6, 200)))
     _, blocks = side.begin(request, more=10)
     side.step(scheduled={"request": 10}, computed={"request": 260}, new=frozenset({"request"}))
-    assert not side.step(
-        scheduled={"request": 1}, computed={"request": 270}, blocks={"request": blocks}
-    ).prefix_saves
+    assert not side.step(scheduled={"request": 1}, computed={"request": 270}, blocks={"request": blocks}).prefix_saves
     request.num_computed_tokens = 271
     side.scheduler.finished(request)
     assert not side.step().prefix_saves

@@ -14,7 +14,7 @@ WINDOWED = {"window_tail": 32}
 
 def stored(count=2, **shape):
     side = Side(prefix_blocks=True, shape=WINDOWED | shape)
-    side.report({digest: "host" for digest in prefix_digests(PROMPT)[:count]})
+    side.report(dict.fromkeys(prefix_digests(PROMPT)[:count], "host"))
     return side
 
 
@@ -24,7 +24,10 @@ def salted(request):
     return [ours != theirs for ours, theirs in zip(request.block_hashes, plain.block_hashes, strict=True)]
 
 
-def expected(*segments, blocks=len(PROMPT) // BLOCK):
+BLOCKS = len(PROMPT) // BLOCK
+
+
+def expected(*segments, blocks=BLOCKS):
     return [index // PER_SEGMENT in segments for index in range(blocks)]
 
 
@@ -100,7 +103,7 @@ def test_who_stands_inside_a_cut_segment_has_all_of_it_brought_also_if_the_store
     """vLLM's own blocks before it lack what tokens behind them see."""
     side = stored()
     load(side, side.add(make_request("a", PROMPT)))
-    side.report({digest: None for digest in prefix_digests(PROMPT)})
+    side.report(dict.fromkeys(prefix_digests(PROMPT)))
     request = side.add(make_request("b", PROMPT))
     assert side.matched(request, SEGMENT + 32) == SEGMENT - 32
     [message] = load(side, request, SEGMENT + 32)

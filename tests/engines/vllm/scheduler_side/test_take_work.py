@@ -181,7 +181,9 @@ def test_block_tables_follow_requests_through_their_lives():
 def test_the_blocks_that_a_step_writes(start, count, written):
     tables = BlockTables(BLOCK)
     tables.follow(Step(new=frozenset("a"), blocks={"a": [10, 11, 12, 13]}))
-    step = Step(scheduled={"a": count, "b": 16}, computed={"a": start, "b": 0}, blocks={"b": [20]}, new=frozenset("b"))
+    step = Step(
+        scheduled={"a": count, "b": 16}, computed={"a": start, "b": 0}, blocks={"b": [20]}, new=frozenset("b")
+    )
     tables.follow(step)
     assert tables.written_by(step) == written | {20}
 
