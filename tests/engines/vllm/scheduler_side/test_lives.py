@@ -9,6 +9,7 @@ from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm import shape as shapes
 from kvmosaic.engines.vllm.messages import Line
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SEGMENT, SYSTEM, make_request, text
+from tests.engines.vllm.scheduler_side.prefixes import prefix_digests
 from tests.engines.vllm.scheduler_side.simulation import Simulation
 
 DOCUMENTS = [text(number, length) for number, length in enumerate((40, 25, 16, 90, 33), start=1)]
@@ -124,6 +125,23 @@ def test_exact_prefixes_come_back_after_the_prefix_cache_forgot_them(window):
         engine.finish()
     assert engine.workers.saves > 0
     assert engine.workers.prefix_loads == 2
+    engine.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_prefix_behind_blocks_that_a_request_with_chunks_brings_in_the_same_step(window):
+    """What the store turns out not to have is computed, in sight of all before it."""
+    engine = Simulation(prefix_blocks=True, window=window)
+    engine.add(plain("before", PLAIN[:300]))
+    engine.finish()
+    engine.vllm.reset_prefix_cache()
+    store(engine, *DOCUMENTS)
+    engine.add(chunked("chunked", PLAIN[:64], DOCUMENTS[:1]))
+    engine.add(plain("plain", PLAIN[:200]))
+    engine.workers.put(prefix_digests(PLAIN)[1], None)  # nobody told the scheduler yet
+    work = engine.step().kv_connector_metadata
+    assert [load.request_id for load in (*work.loads, *work.prefix_loads)] == ["chunked", "plain"]
+    engine.finish()
     engine.check_that_nothing_is_left()
 
 

@@ -215,7 +215,10 @@ class ChunkScheduler:
         if work.loads or work.prefix_loads:
             unwritten = self._tables.written_by(step)
             work.loads = [self._start_before(unwritten, load).unless_shared() for load in work.loads]
-            work.prefix_loads = [self._start_before(unwritten, load) for load in work.prefix_loads]
+            # Workers load prefixes first, so blocks that are loaded with chunks are not there yet, either.
+            for load in work.loads:
+                unwritten.update(load.blocks[0][load.start // self._shape.block_size :])
+            work.prefix_loads = [self._start_before(unwritten, prefix) for prefix in work.prefix_loads]
         return work
 
     def _start_before(self, unwritten: set[int], load: Load) -> Load:
