@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from kvmosaic.cli.doctor import machine, model, settings
 from kvmosaic.cli.doctor.row import GIB
 from kvmosaic.cli.main import app
+from tests.half_precision import pretend_cpu
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -35,6 +36,12 @@ def undisturbed(monkeypatch):
     for name in [name for name in os.environ if name.startswith("KVMOSAIC_") and name != "KVMOSAIC_MODELS_DIR"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "0"))
+
+
+@pytest.fixture(autouse=True)
+def same_cpu(monkeypatch, tmp_path_factory):
+    """Rows that this process makes are those of a CPU with bfloat16, whichever CPU it is."""
+    pretend_cpu(monkeypatch, tmp_path_factory.mktemp("cpu"), "fp asimd bf16")
 
 
 @pytest.fixture
@@ -198,6 +205,16 @@ def test_a_gpu(monkeypatch, tmp_path, no_vllm):
     assert rows["vLLM"][2].endswith("pip install -e '.[vllm]'")
     # 3 layers x 4 heads x (8 + 8) columns x 2 bytes = 384 bytes
     assert rows["KV in bfloat16"][1] == "0.4 KiB a token; tokens: device pool 41,943,040, host 5,592,405"
+
+
+def test_a_cpu_without_bfloat16(monkeypatch, tmp_path, tmp_path_factory, no_vllm):
+    assert "precision" not in rows_of()
+    pretend_cpu(monkeypatch, tmp_path_factory.mktemp("other-cpu"), "fp asimd")
+    rows = rows_of(folder(tmp_path))
+    assert rows["precision"] == ("ok", "float32: this CPU has no bfloat16 instructions", "")
+    assert "KV in bfloat16" not in rows
+    # 3 layers x 4 heads x (8 + 8) columns x 4 bytes = 768 bytes
+    assert rows["KV in float32"][1] == "0.8 KiB a token; tokens: host 2,796,202"
 
 
 def test_triton_is_not_needed_without_a_gpu(monkeypatch):

@@ -8,6 +8,7 @@ from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.core.rotation import CosSin, RotaryColumns
 from kvmosaic.engines.rotary import explain_layer
 from kvmosaic.hf import LLM
+from tests.half_precision import fast_products
 
 TOKENS = range(3, 15)
 """Hardly trained ones, that rounding errors are blown up behind: half the rows differ by tens of percent."""
@@ -17,7 +18,8 @@ OLD, NEW = range(len(TOKENS)), range(29, 29 + len(TOKENS))
 @pytest.fixture(scope="module")
 def engine(smollm2_folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.bfloat16).eval()
-    return LLM(model, tokenizer, enable_chunk_cache=True).engine
+    with fast_products():
+        yield LLM(model, tokenizer, enable_chunk_cache=True).engine
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import platformdirs
 
 from kvmosaic import __version__
 from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16
 
 if TYPE_CHECKING:
     from kvmosaic.vllm import LLM
@@ -35,6 +36,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
+    "dtype": "bfloat16",
 }
 
 
@@ -53,8 +55,8 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV, in bf16."""
-        return self.layers * 2 * self.kv_heads * HEAD_DIM * 2
+        """Bytes of one token's KV."""
+        return self.layers * 2 * self.kv_heads * HEAD_DIM * (4 if _in_float32() else 2)
 
     def config(self) -> dict[str, Any]:
         """The model's ``config.json``."""
@@ -82,7 +84,6 @@ def start(model: Model, **settings: Any) -> "LLM":
     Path(folder, "config.json").write_text(json.dumps(model.config()))
     ours: dict[str, Any] = {
         "load_format": LOAD_FORMAT,
-        "dtype": "bfloat16",
         "skip_tokenizer_init": True,
         "enforce_eager": model.eager,
         "enable_prefix_caching": True,
@@ -91,11 +92,20 @@ def start(model: Model, **settings: Any) -> "LLM":
     return LLM(str(folder), **ours | settings)
 
 
+def _in_float32() -> bool:
+    """Whether this machine cannot run the model in bfloat16."""
+    import torch
+
+    return not torch.cuda.is_available() and not cpu_runs_bfloat16()
+
+
 def machine() -> dict[str, str]:
     """What times depend on besides the benchmark."""
     import torch
     import vllm
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
+    if _in_float32():
+        device += f", in float32 ({WHY_FLOAT32})"
     versions = {"kvmosaic": __version__, "vllm": vllm.__version__, "torch": torch.__version__}
     return {"device": device, "python": platform.python_version(), **versions}

@@ -55,7 +55,7 @@ def serve(
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
         raise ConfigError(str(error)) from None
-    from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported
+    from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
     from kvmosaic.models import CATALOG, resolve
 
     arguments = ["vllm", "serve", resolve(model), *context.args]
@@ -72,7 +72,8 @@ def serve(
     if model in CATALOG and not parsed.served_model_name:  # clients should not have to know the folder
         parsed.served_model_name = [model]
     command.validate(parsed)
+    parsed.model = parsed.model_tag  # as the command itself does later
+    parsed.dtype = served_dtype(AsyncEngineArgs.from_cli_args(parsed))
     if config.enable_chunk_cache:
-        parsed.model = parsed.model_tag  # as the command itself does later
         refuse_unsupported(AsyncEngineArgs.from_cli_args(parsed))
     command.cmd(parsed)

@@ -15,6 +15,7 @@ from kvmosaic.engines.hf.self_test import self_test
 from kvmosaic.hf import LLM
 from kvmosaic.models import resolve
 from tests.engines.hf.tiny import CHUNKED, SUPPORTED, make
+from tests.half_precision import fast_products
 
 TEXT = "Be brief. # # The ferry leaves at six. # # The bakery is owned by Tomas Reed. # # Who owns the bakery?"
 
@@ -69,7 +70,12 @@ BREAKS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request):
+    with fast_products():
+        yield request.param
+
+
 @pytest.mark.parametrize("broken", BREAKS)
 def test_broken_reuse_is_refused_and_the_service_goes_on(
     broken, dtype, smollm2_folder, tokenizer, monkeypatch, caplog
@@ -92,7 +98,6 @@ def test_broken_reuse_is_refused_and_the_service_goes_on(
     assert output.fallback_reason.startswith("self-test failed")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])
 def test_real_models_pass_with_every_sink_prefix(name, dtype):
     folder = resolve(name)

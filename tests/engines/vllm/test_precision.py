@@ -4,19 +4,21 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engines.vllm.conftest import SMALL
+from tests.engines.vllm.half import half_precision
 from tests.engines.vllm.test_engine import DOCUMENTS, prompt
+from tests.half_precision import VLLM_HALF
 
 
 @pytest.fixture(scope="module")
 def llm():
     from kvmosaic.vllm import LLM
 
-    return LLM("smollm2-135m", enable_chunk_cache=True, **SMALL | {"dtype": "bfloat16"})
+    with half_precision():
+        yield LLM("smollm2-135m", enable_chunk_cache=True, **SMALL | {"dtype": VLLM_HALF})
 
 
 def first_token(llm, text, **params):
-    """Just that one: behind it a near tie, decided by rounding, may send two answers different ways. Also, CPUs
-    without instructions for bfloat16 are slow."""
+    """Just that one: behind it a near tie, decided by rounding, may send two answers different ways."""
     sampling = SamplingParams(
         max_tokens=1, temperature=0, logprobs=3, extra_args={"kv_transfer_params": {"report": True, **params}}
     )

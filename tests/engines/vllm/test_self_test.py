@@ -13,7 +13,9 @@ import kvmosaic.engines.vllm.paged.by_backend as backend_blocks
 import kvmosaic.engines.vllm.paged.by_kernel as kernel_blocks
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from tests.engines.vllm.conftest import SMALL
+from tests.engines.vllm.half import half_precision
 from tests.engines.vllm.test_engine import DOCUMENTS, prompt
+from tests.half_precision import VLLM_HALF
 
 
 @pytest.fixture
@@ -97,7 +99,12 @@ def test_broken_reuse_is_refused_and_the_service_goes_on(loud, monkeypatch):
     assert counted == [2]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.fixture(params=["float32", VLLM_HALF])
+def dtype(request):
+    with half_precision():
+        yield request.param
+
+
 def test_real_weights_pass_and_breaks_do_not(dtype, loud):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

@@ -3,13 +3,16 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 from vllm.engine.arg_utils import EngineArgs
 
 from kvmosaic.cli.main import app
 from kvmosaic.core.config import load_config
-from kvmosaic.engines.vllm.arguments import engine_arguments
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.engines.vllm.arguments import engine_arguments, served_dtype
 from kvmosaic.engines.vllm.support import unsupported, version_problem
+from tests.half_precision import IS_NATIVE, pretend_cpu
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -201,10 +204,51 @@ def test_the_installed_version_works():
     assert version_problem(vllm.__version__) is None
 
 
+def arguments_for(tmp_path, **changes):
+    """vLLM's arguments for a bfloat16 checkpoint."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "dtype": "bfloat16"}))
+    return EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, **changes)
+
+
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU, which has bfloat16")
+
+
+@on_a_cpu
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.bfloat16, "float32", "float16"])
+def test_a_cpu_with_bfloat16_serves_what_was_asked_for(dtype, tmp_path, monkeypatch, caplog):
+    pretend_cpu(monkeypatch, tmp_path, "asimd asimdhp bf16")
+    assert served_dtype(arguments_for(tmp_path, dtype=dtype)) == dtype
+    assert caplog.records == []
+
+
+@on_a_cpu
+def test_a_cpu_without_bfloat16_serves_in_float32_and_says_so(tmp_path, monkeypatch, caplog):
+    pretend_cpu(monkeypatch, tmp_path, "asimd asimdhp")
+    assert served_dtype(arguments_for(tmp_path)) == "float32"
+    [record] = caplog.records
+    assert record.getMessage() == "serving in float32 instead of bfloat16: this CPU has no bfloat16 instructions"
+    for other in ("float32", "float16"):
+        assert served_dtype(arguments_for(tmp_path, dtype=other)) == other
+    assert len(caplog.records) == 1
+
+
+@on_a_cpu
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_a_cpu_without_bfloat16_refuses_it(dtype, tmp_path, monkeypatch):
+    pretend_cpu(monkeypatch, tmp_path, "asimd asimdhp")
+    with pytest.raises(ConfigError, match=r"^dtype=bfloat16: this CPU has no .* use float32 or leave dtype at auto$"):
+        served_dtype(arguments_for(tmp_path, dtype=dtype))
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "verdict", "found"),
     [
-        (LLAMA, (), "ok", "runs in bfloat16"),
+        (
+            LLAMA,
+            (),
+            "ok",
+            "runs in bfloat16" if IS_NATIVE else "runs in float32: this CPU has no bfloat16 instructions",
+        ),
         (LATENT, (), "fail", "not supported"),
         (LLAMA, ("--tensor-parallel-size", "3"), "fail", "vLLM refuses it"),
     ],

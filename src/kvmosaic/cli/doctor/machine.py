@@ -8,6 +8,7 @@ from typing import Literal
 
 from kvmosaic.cli.doctor.row import GIB, Row, reason
 from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16
 from kvmosaic.engines.vllm.support import version_problem
 
 
@@ -31,6 +32,8 @@ def accelerator(settings: ChunkCacheConfig) -> Iterator[Row]:
         yield Row("accelerator", "ok", f"{count} x {name}, {total / GIB:.1f} GiB; {pool}")
     else:
         yield Row("accelerator", "ok", "none, CPU only; no device pool")
+        if not cpu_runs_bfloat16():
+            yield Row("precision", "ok", f"float32: {WHY_FLOAT32}")
     try:
         yield Row("Triton", "ok", import_module("triton").__version__)
     except ImportError as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvmosaic.cli.doctor.machine import device_pool
 from kvmosaic.cli.doctor.row import Row, guard, reason
 from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16, needs_float32
 from kvmosaic.engines.vllm.support import unsupported
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
@@ -60,7 +61,7 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, processes: int) -> tuple[A
     """The configuration that vLLM makes of ``kvmosaic serve``'s arguments, and our verdict; no engine starts."""
     if find_spec("vllm") is None:
         return None, []  # said once, of vLLM itself
-    from kvmosaic.engines.vllm.arguments import engine_arguments
+    from kvmosaic.engines.vllm.arguments import engine_arguments, served_dtype
 
     arguments = engine_arguments(settings.model_copy(update={"enable_chunk_cache": True}))
     try:
@@ -68,11 +69,14 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, processes: int) -> tuple[A
         from vllm.engine.arg_utils import EngineArgs
 
         arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
-        config = EngineArgs(model=source, tensor_parallel_size=processes, **arguments).create_engine_config()
+        engine_args = EngineArgs(model=source, tensor_parallel_size=processes, **arguments)
+        chosen = engine_args.dtype = served_dtype(engine_args)
+        config = engine_args.create_engine_config()
     except Exception as error:
         return None, [Row("model in vLLM", "fail", "vLLM refuses it", reason(error))]
     problems = [Row("model in vLLM", "fail", "not supported", problem) for problem in unsupported(config)]
-    return config, problems or [Row("model in vLLM", "ok", f"runs in {_name(config.model_config.dtype)}")]
+    why = "" if chosen == "auto" else f": {WHY_FLOAT32}"
+    return config, problems or [Row("model in vLLM", "ok", f"runs in {_name(config.model_config.dtype)}{why}")]
 
 
 def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
@@ -132,11 +136,14 @@ def _kv_heads(text: Any) -> int:
 
 
 def _dtypes(config: Any, text: Any, vllm_config: Any) -> list["torch.dtype"]:
-    """The checkpoint's dtype, which the embedded engine keeps, and vLLM's, which may choose another."""
+    """The embedded engine's dtype, which is mostly the checkpoint's, and vLLM's, which may choose another."""
     import torch
 
-    own = config.dtype or text.dtype or torch.float32
-    chosen = [getattr(torch, _name(own))]
+    own = _name(config.dtype or text.dtype or torch.float32)
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if not torch.cuda.is_available() and not cpu_runs_bfloat16() and needs_float32(own, is_quantized):
+        own = "float32"
+    chosen = [getattr(torch, own)]
     if vllm_config is not None:
         chosen.append(vllm_config.model_config.dtype)
     return list(dict.fromkeys(chosen))

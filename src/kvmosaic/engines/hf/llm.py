@@ -27,6 +27,7 @@ from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.engines.hf.sampling import Sampler, SamplingParams, stop_ids
 from kvmosaic.engines.hf.self_test import self_test
 from kvmosaic.engines.identity import model_name, sink_of
+from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16, needs_float32
 from kvmosaic.engines.results import ChunkReport, Fallback, RequestOutput
 from kvmosaic.engines.self_test import OFF
 from kvmosaic.models import resolve
@@ -333,4 +334,15 @@ def _load(
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load model {model!r}: {' '.join(str(error).split())[:300]}") from None
-    return network.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype == "auto" and place == "cpu" and not cpu_runs_bfloat16():
+        network = _in_float32(network)
+    return network.to(place).eval(), tokenizer
+
+
+def _in_float32(network: PreTrainedModel) -> PreTrainedModel:
+    own = str(network.dtype).removeprefix("torch.")
+    if not needs_float32(own, is_quantized=getattr(network.config, "quantization_config", None) is not None):
+        return network
+    logger.warning("computing in float32 instead of %s: %s", own, WHY_FLOAT32)
+    return network.float()

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16, needs_float32
 from kvmosaic.engines.vllm.support import unsupported, version_problem
 
 logger = logging.getLogger(__name__)
@@ -36,3 +37,31 @@ def refuse_unsupported(engine_args: Any) -> None:
     problems = unsupported(engine_args.create_engine_config())
     if problems:
         raise ConfigError(f"the chunk cache cannot be used here: {'; '.join(problems)}")
+
+
+def served_dtype(engine_args: Any) -> Any:
+    """The ``dtype`` to give vLLM instead of the one in its ``EngineArgs``.
+
+    It is float32 where "auto" would choose what this CPU cannot run; a log line says so. An explicit bfloat16 is
+    refused there.
+    """
+    from vllm.platforms import current_platform
+
+    asked = engine_args.dtype
+    if not current_platform.is_cpu() or cpu_runs_bfloat16():
+        return asked
+    if _name(asked) == "bfloat16":
+        raise ConfigError(f"dtype=bfloat16: {WHY_FLOAT32}; use float32 or leave dtype at auto")
+    if asked != "auto":
+        return asked
+    model = engine_args.create_model_config()
+    chosen = _name(model.dtype)
+    if not needs_float32(chosen, model.quantization is not None):
+        return asked
+    logger.warning("serving in float32 instead of %s: %s", chosen, WHY_FLOAT32)
+    return "float32"
+
+
+def _name(dtype: object) -> str:
+    """``bfloat16`` of ``torch.bfloat16``, too."""
+    return str(dtype).removeprefix("torch.")

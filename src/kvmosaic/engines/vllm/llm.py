@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported
+from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
 from kvmosaic.models import resolve
 
 
@@ -19,9 +19,11 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         settings = {name: kwargs.pop(name) for name in ChunkCacheConfig.model_fields if name in kwargs}
         self.chunk_cache_config = load_config(model, **settings)
         model = resolve(model)
+        known = {field.name for field in fields(EngineArgs)}
+        arguments = EngineArgs(model=model, **{name: kwargs[name] for name in kwargs.keys() & known})
+        arguments.dtype = kwargs["dtype"] = served_dtype(arguments)
         if self.chunk_cache_config.enable_chunk_cache:
-            known = {field.name for field in fields(EngineArgs)}
-            refuse_unsupported(EngineArgs(model=model, **{name: kwargs[name] for name in kwargs.keys() & known}))
+            refuse_unsupported(arguments)
             kwargs |= engine_arguments(self.chunk_cache_config)
         super().__init__(model=model, **kwargs)
 
