@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import weakref
 
 import pytest
 import torch
@@ -26,6 +27,33 @@ if torch.cuda.is_available():
     os.environ["TRITON_F32_DEFAULT"] = "ieee"  # float32 means float32, also in attention
     SMALL["gpu_memory_utilization"] = 0.2  # several engines in one process must fit
     os.environ.setdefault("KVMOSAIC_CHUNK_CACHE_GPU_MEMORY_FRACTION", "0.05")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_engine_at_a_time():
+    """Engines of this process share vLLM's process groups, and an engine that is collected destroys them. A failed
+    test's traceback keeps its engine: collected later, it would take the groups of the next one along. So an engine
+    ends when the next one starts."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.engine.core_client import InprocClient
+
+    living: weakref.WeakSet[InprocClient] = weakref.WeakSet()
+    start = InprocClient.__init__
+
+    def start_alone(self, *args, **kwargs):
+        for other in list(living):
+            other.shutdown()
+        living.clear()
+        try:
+            start(self, *args, **kwargs)
+        except BaseException:  # also a timeout
+            cleanup_dist_env_and_memory()
+            raise
+        living.add(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InprocClient, "__init__", start_alone)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_a_batch_gives_what_each_request_gives_alone(llm):
     [
         [DOCUMENTS[0], DOCUMENTS[0]],
         ["x"],
-        [f"Note {number}." for number in range(200)],
+        [f"Note {number}." for number in range(16)],
         [" ".join(DOCUMENTS) * 3],
     ],
     ids=["repeated", "tiny", "many", "long"],
@@ -116,6 +116,16 @@ def test_odd_chunks(llm, documents, smollm2, tokenizer):
     [expected] = reference.generate(text, max_tokens=3, temperature=0)
     [ours] = answer(llm, [text])
     assert tuple(ours.outputs[0].token_ids[:3]) == expected.token_ids[:3]
+
+
+def test_a_hundred_tiny_chunks(llm):
+    """Without the embedded engine, which would compute the whole sink prefix with each of them."""
+    text = prompt("You are helpful.", [f"Line {number}." for number in range(100)])
+    [exact], [theirs] = answer(llm, [text], recompute_ratio=1.0, report=True), plain(llm, [text])
+    same(exact, theirs)
+    assert [chunk["status"] for chunk in exact.kv_transfer_params["chunks"]] == ["filled"] * 100
+    [again] = answer(llm, [prompt("Be brief.", [f"Line {number}." for number in range(100)])], report=True)
+    assert [chunk["status"] for chunk in again.kv_transfer_params["chunks"]] == ["cached"] * 100
 
 
 def test_a_chunk_is_missing_in_the_middle(llm):
