@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.hf import LLM
 from tests.engines.hf.tiny import make
@@ -63,10 +64,20 @@ def test_no_arguments_show_the_help():
     assert "Commands" in kvmosaic("store", check=2)
 
 
-def test_demo(stored, smollm2_folder, monkeypatch):
+@pytest.fixture
+def quick_model(tmp_path, smollm2_folder):
+    """SmolLM2 with a few layers and its own tokenizer: the demo's 20 prefills of a thousand tokens in seconds."""
+    folder = tmp_path / "quick-model"
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, num_hidden_layers=2)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2_folder).save_pretrained(folder)
+    return folder
+
+
+def test_demo(stored, quick_model, monkeypatch):
     monkeypatch.setenv("KVMOSAIC_DISK_PATH", str(stored))
     before = sorted(stored.rglob("*"))
-    result = kvmosaic("demo", "--max-tokens", 3, "--json")
+    result = kvmosaic("demo", "--model", quick_model, "--max-tokens", 3, "--json")
     assert sorted(stored.rglob("*")) == before  # the user's store is left alone
     requests = result["requests"]
     assert [request["mode"] for request in requests] == ["fill", "reuse", "reuse", "fill", "reuse", "reuse", "reuse"]

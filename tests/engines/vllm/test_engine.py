@@ -43,6 +43,12 @@ def same(ours, theirs):
             assert mine[token].logprob == pytest.approx(other[token].logprob, abs=1e-3)
 
 
+@pytest.fixture(scope="module")
+def reference(smollm2, tokenizer):
+    """The embedded engine, which defines what reuse gives."""
+    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
+
+
 def test_ratio_one_is_plain_vllm(llm):
     texts = [prompt("You are helpful.", DOCUMENTS), prompt("Be brief.", DOCUMENTS[::-1])]
     for _ in range(2):
@@ -60,9 +66,7 @@ def test_documents_are_reused_in_another_order_under_another_system_prompt(llm):
     assert second.num_cached_tokens > 90
 
 
-def test_logits_equal_those_of_the_embedded_engine(llm, smollm2, tokenizer):
-    """The embedded engine defines what reuse gives; vLLM must give the same."""
-    reference = HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
+def test_logits_equal_those_of_the_embedded_engine(llm, reference):
     text = prompt("You are helpful.", [DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[2]])
     parsed = reference.parser.parse(text)
     with reference.engine.session():
@@ -108,11 +112,10 @@ def test_a_batch_gives_what_each_request_gives_alone(llm):
     ],
     ids=["repeated", "tiny", "many", "long"],
 )
-def test_odd_chunks(llm, documents, smollm2, tokenizer):
+def test_odd_chunks(llm, documents, reference):
     text = prompt("You are helpful.", documents)
     [exact], [theirs] = answer(llm, [text], recompute_ratio=1.0), plain(llm, [text])
     same(exact, theirs)
-    reference = HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
     [expected] = reference.generate(text, max_tokens=3, temperature=0)
     [ours] = answer(llm, [text])
     assert tuple(ours.outputs[0].token_ids[:3]) == expected.token_ids[:3]
