@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm import shape as shapes
@@ -165,7 +165,7 @@ class Lives(RuleBasedStateMachine):
     """Random requests, aborts, evictions and steps in an engine with few blocks."""
 
     @initialize(
-        blocks=st.integers(30, 80),
+        blocks=st.integers(26, 70),
         ranks=st.integers(1, 2),
         is_async=st.booleans(),
         window=st.sampled_from([None, None, 20]),
@@ -186,6 +186,9 @@ class Lives(RuleBasedStateMachine):
             seed=seed,
         )
         self.count = 0
+        for number, document in enumerate(DOCUMENTS):
+            tier = "disk" if number == seed % 7 else "host"
+            self.engine.workers.put(content_hash(document, self.engine.ours._planner._sink), tier)
         self.engine.step()
 
     def name(self):
@@ -193,50 +196,56 @@ class Lives(RuleBasedStateMachine):
         return str(self.count)
 
     @rule(
-        system=st.integers(0, len(SYSTEMS) - 1),
-        documents=st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=4),
-        question=st.integers(1, 40),
-        answer=st.integers(1, 40),
-        blend=st.sampled_from(BLENDS),
+        prompt=st.sampled_from([(1, (0, 1)), (1, (0, 1, 3)), (0, (3, 1)), (2, (2,)), (3, (0, 4))]),
+        question=st.sampled_from([2, 30]),
+        answer=st.sampled_from([1, 3, 40]),
+        blends=st.lists(st.sampled_from(BLENDS), min_size=1, max_size=3),
         salt=st.sampled_from([None, None, None, "mine"]),
     )
-    def add_chunked(self, system, documents, question, answer, blend, salt):
-        parts = [DOCUMENTS[number] for number in documents]
-        self.engine.add(chunked(self.name(), SYSTEMS[system], parts, question, answer, *blend, cache_salt=salt))
+    def add_chunked(self, prompt, question, answer, blends, salt):
+        """Few prompts, so that requests meet each other's blocks."""
+        system, documents = SYSTEMS[prompt[0]], [DOCUMENTS[number] for number in prompt[1]]
+        for blend in blends:
+            self.engine.add(chunked(self.name(), system, documents, question, answer, *blend, cache_salt=salt))
 
-    @rule(shared=st.integers(0, 300), own=st.integers(1, 60), answer=st.integers(1, 40))
-    def add_plain(self, shared, own, answer):
-        self.engine.add(plain(self.name(), [*PLAIN[:shared], *text(80 + own % 2, own)], answer))
+    @rule(
+        lengths=st.lists(st.sampled_from([20, 70, 135, 150, 200, 330]), min_size=1, max_size=3),
+        is_like_chunked=st.booleans(),
+        answer=st.sampled_from([1, 3, 70]),
+    )
+    def add_plain(self, lengths, is_like_chunked, answer):
+        """Some go on as requests with chunks do."""
+        for length in lengths:
+            tokens = [*SYSTEMS[1], *DOCUMENTS[0], *DOCUMENTS[1]] if is_like_chunked else PLAIN[:length]
+            self.engine.add(plain(self.name(), [*tokens, *text(80 + length % 2, 9)], answer))
 
     @rule(count=st.integers(1, 6))
     def run(self, count):
         for _ in range(count):
             self.engine.step()
 
-    @precondition(lambda self: self.engine.vllm.requests)
-    @rule(data=st.data())
-    def abort(self, data):
-        alive = [name for name, request in self.engine.vllm.requests.items() if not request.is_finished()]
-        if alive:
-            self.engine.abort(data.draw(st.sampled_from(alive)))
-
-    @precondition(lambda self: self.engine.workers.store)
-    @rule(data=st.data(), tier=st.sampled_from([None, "disk"]))
-    def move_entry(self, data, tier):
-        """The store drops an entry, or moves it to a slower tier."""
-        self.engine.workers.put(data.draw(st.sampled_from(sorted(self.engine.workers.store))), tier)
-
-    @rule(seconds=st.sampled_from([0.001, 3.0]))
-    def measure(self, seconds):
-        self.engine.workers.costs = {"blend": Line(0, 1.0), "remap": Line(0, seconds)}
-
     @rule()
-    def empty_the_store(self):
-        self.engine.ours.clear()
+    def run_until_idle(self):
+        self.engine.finish()
 
-    @rule()
-    def forget_the_prefix_cache(self):
-        self.engine.vllm.reset_prefix_cache()
+    @rule(
+        data=st.data(), kind=st.sampled_from(["abort", "abort", "drop", "demote", "cheap", "dear", "empty", "forget"])
+    )
+    def disturb(self, data, kind):
+        """A request is aborted; the store drops or moves an entry; costs are measured; caches are emptied."""
+        engine, workers = self.engine, self.engine.workers
+        alive = [name for name, request in engine.vllm.requests.items() if not request.is_finished()]
+        if kind == "abort" and alive:
+            engine.abort(data.draw(st.sampled_from(alive)))
+        elif kind in ("drop", "demote") and workers.store:
+            digest = data.draw(st.sampled_from(sorted(workers.store)))
+            workers.put(digest, None if kind == "drop" else "disk")
+        elif kind in ("cheap", "dear"):
+            workers.costs = {"blend": Line(0, 1.0), "remap": Line(0, 0.001 if kind == "cheap" else 3.0)}
+        elif kind == "empty":
+            engine.ours.clear()
+        elif kind == "forget":
+            engine.vllm.reset_prefix_cache()
 
     def teardown(self):
         if hasattr(self, "engine"):
@@ -246,5 +255,8 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(
-    deadline=None, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    deadline=None,
+    max_examples=max(1, settings().max_examples // 3),  # each is long
+    stateful_step_count=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
