@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -50,30 +49,23 @@ def serve(
         raise config.blame(error) from None
     try:
         import_module("kvmosaic.vllm")  # where vLLM is missing, it says how to install it
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.entrypoints.cli.serve import ServeSubcommand
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from kvmosaic.engines.vllm.compat.server import ServeCommand
     except ImportError as error:
         raise ConfigError(str(error)) from None
     from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
     from kvmosaic.models import CATALOG, resolve
 
-    arguments = ["vllm", "serve", resolve(model), *context.args]
+    options = list(context.args)
     if config.enable_chunk_cache:
         ours = engine_arguments(config)
         transfer = json.dumps(ours["kv_transfer_config"])
-        arguments += ["--worker-cls", ours["worker_cls"], "--kv-transfer-config", transfer]
-    # Not vLLM's own main(): it asks for the version of a distribution named "vllm", and CPU builds have other names.
+        options += ["--worker-cls", ours["worker_cls"], "--kv-transfer-config", transfer]
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    sys.argv = arguments
-    parser, command = FlexibleArgumentParser(), ServeSubcommand()
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
-    parsed = parser.parse_args(arguments[1:])
+    command = ServeCommand()
+    parsed = command.parse(resolve(model), options)
     if model in CATALOG and not parsed.served_model_name:  # clients should not have to know the folder
         parsed.served_model_name = [model]
-    command.validate(parsed)
-    parsed.model = parsed.model_tag  # as the command itself does later
-    parsed.dtype = served_dtype(AsyncEngineArgs.from_cli_args(parsed))
+    parsed.dtype = served_dtype(command.engine_args(parsed))
     if config.enable_chunk_cache:
-        refuse_unsupported(AsyncEngineArgs.from_cli_args(parsed))
-    command.cmd(parsed)
+        refuse_unsupported(command.engine_args(parsed))
+    command.run(parsed)

@@ -1,0 +1,36 @@
+"""``vllm serve``, run in this process."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+class ServeCommand:
+    """Not vLLM's own ``main()``: it asks for the version of a distribution named "vllm", and CPU builds have other
+    names."""
+
+    def __init__(self) -> None:
+        self._command = ServeSubcommand()
+
+    def parse(self, model: str, options: Sequence[str]) -> Namespace:
+        """The options of ``vllm serve MODEL``, as vLLM understands them."""
+        sys.argv = ["vllm", "serve", model, *options]  # vLLM looks there, too
+        parser = FlexibleArgumentParser()
+        self._command.subparser_init(parser.add_subparsers(dest="subparser"))
+        parsed: Namespace = parser.parse_args(sys.argv[1:])
+        self._command.validate(parsed)
+        return parsed
+
+    def engine_args(self, parsed: Namespace) -> Any:
+        """The engine that these options ask for."""
+        parsed.model = parsed.model_tag  # as the command itself does later
+        return AsyncEngineArgs.from_cli_args(parsed)
+
+    def run(self, parsed: Namespace) -> None:
+        """Serve until the process is told to stop."""
+        self._command.cmd(parsed)
