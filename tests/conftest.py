@@ -1,21 +1,57 @@
-"""Shared fixtures: the real small model and its tokenizer."""
+"""Shared fixtures: the real small model and its tokenizer; seeds; how much Hypothesis tries."""
 
 import os
+from collections.abc import Generator
 from importlib.util import find_spec
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available() and find_spec("vllm") is None:
     # Our kernels run in Triton's interpreter, which has to be known before anything imports Triton; vLLM's must not.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.models import resolve
+from tests import seeds
+from tests.examples import EXAMPLES
 
-# Most tests want a document in the store after the first request that has it, and say what else they want.
-os.environ.setdefault("KVMOSAIC_MISS_POLICY", "fill-first")
+settings.register_profile("kvmosaic", max_examples=EXAMPLES, deadline=None)  # a busy machine keeps no deadline
+settings.load_profile("kvmosaic")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(seeds.SESSION)
+
+
+def pytest_report_header() -> str:
+    return f"seed: {seeds.VARIABLE}={seeds.SESSION}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Again below a failure: the header may be far above, and `-q` leaves it out."""
+    if terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.write_line(f"to draw the same numbers again: {pytest_report_header().partition(' ')[2]}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """By the test's own name: neither order nor process matters."""
+    seeds.seed_all(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """What several tests share may not depend on which of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with seeds.seeded(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param', '')}"):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,3 +75,29 @@ def tokenizer(smollm2_folder):
 @pytest.fixture(scope="session")
 def smollm2(smollm2_folder):
     return AutoModelForCausalLM.from_pretrained(smollm2_folder).eval()
+
+
+@pytest.fixture(scope="session")
+def narrow(smollm2_folder):
+    """SmolLM2's depth, vocabulary and positions, but narrow and with random weights: where language proves nothing."""
+    config = AutoConfig.from_pretrained(smollm2_folder)
+    config.update(
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "initializer_range": 0.2,  # large, so that attention is far from uniform
+        }
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="session")
+def narrow_folder(narrow, tokenizer, tmp_path_factory):
+    """The same, for commands that load a model."""
+    folder = tmp_path_factory.mktemp("models") / "narrow"
+    narrow.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

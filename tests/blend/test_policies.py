@@ -1,4 +1,4 @@
-"""Every policy, through the embedded engine and a real model."""
+"""Every policy, through the embedded engine and a model as deep as a real one."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ DOCUMENTS = [
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2, tokenizer):
-    return LLM(smollm2, tokenizer, enable_chunk_cache=True)
+def llm(narrow, tokenizer):
+    return LLM(narrow, tokenizer, enable_chunk_cache=True, miss_policy="fill-first")
 
 
 @pytest.fixture(scope="module")

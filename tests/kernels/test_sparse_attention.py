@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.required import need_triton
+
 GPU = torch.cuda.is_available()
-pytest.importorskip("triton")
+need_triton()
 from kvmosaic.kernels.sparse_attention import (  # noqa: E402
     Asking,
     Queries,

@@ -1,7 +1,6 @@
 """Real servers on free ports of this machine, to be killed and started again."""
 
 import atexit
-import os
 import shutil
 import signal
 import socket
@@ -11,7 +10,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
+from tests.required import missing
 
 HOLDER = """
 import sys, time
@@ -25,11 +24,14 @@ CLIENT_TTL_S = 3
 """How long a Mooncake master believes in a dead holder."""
 
 
-def missing(reason: str) -> None:
-    """Skip, or fail where the servers are required."""
-    if os.environ.get("KVMOSAIC_REQUIRE_SERVERS") == "1":
-        pytest.fail(f"{reason}; KVMOSAIC_REQUIRE_SERVERS=1 wants it")
-    pytest.skip(f"{reason}; `make servers` installs it")
+def need_mooncake() -> None:
+    """For tests that use its client."""
+    if find_spec("mooncake") is None:
+        missing("there is no package mooncake-transfer-engine-non-cuda")
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        missing(f"Mooncake cannot be loaded ({error})")
 
 
 def free_port() -> int:
@@ -116,12 +118,9 @@ class Mooncake:
 
     def __init__(self, folder: Path, **more: int) -> None:
         """``more`` are options of the master."""
-        if find_spec("mooncake") is None:
-            missing("there is no package mooncake-transfer-engine-non-cuda")
-        try:
-            from mooncake import store
-        except ImportError as error:
-            missing(f"Mooncake cannot be loaded ({error})")
+        need_mooncake()
+        from mooncake import store
+
         self.port, metrics_port = free_port(), free_port()
         self.url = f"mooncake://127.0.0.1:{self.port}?metrics_port={metrics_port}"
         options = {

@@ -15,7 +15,7 @@ def test_random_use_never_overlaps_and_returns_every_byte() -> None:
     """Entries of many sizes come and go; what is there is always what was put."""
     tier = DeviceTier(torch.empty(20 * ONE, dtype=torch.uint8))
     held = {}
-    chance = random.Random(random.SystemRandom().randrange(2**31))
+    chance = random.Random(random.randrange(2**31))
     for number in range(600):
         if held and chance.random() < 0.45:
             tier.delete(held.pop(chance.choice(list(held))).key)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from remote_servers import CLIENT_TTL_S, Mooncake, Valkey, free_port
+from remote_servers import CLIENT_TTL_S, Mooncake, Valkey, free_port, need_mooncake
 from store_helpers import make_entry, same
 
 from kvmosaic.core.config import load_config
@@ -212,7 +212,7 @@ def test_a_dead_holder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["valkey://127.0.0.1:{}", "mooncake://127.0.0.1:{}?metrics_port=1"])
 def test_a_store_that_is_down_at_start_stops_nobody(url: str, caplog: pytest.LogCaptureFixture) -> None:
     if url.startswith("mooncake"):
-        pytest.importorskip("mooncake")
+        need_mooncake()
     with caplog.at_level(logging.WARNING, "kvmosaic"):
         start = time.perf_counter()
         store = opened(url.format(free_port()))

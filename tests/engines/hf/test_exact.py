@@ -15,14 +15,12 @@ from tests.engines.hf.tiny import LIMIT, SUPPORTED, VOCABULARY, WINDOW, make
 from tests.entries import kv_of
 
 TOLERANCE = 1e-4
+FILL_FIRST = {"enable_chunk_cache": True, "miss_policy": "fill-first"}  # nothing is ordinary text
 
 
 @pytest.fixture(scope="module", params=SUPPORTED)
 def llm(request):
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")  # shown with a failure, to replay it
-    random.seed(seed)
-    return LLM(make(request.param, seed), enable_chunk_cache=True)
+    return LLM(make(request.param, random.randrange(2**31)), **FILL_FIRST)
 
 
 def random_tokens(count):
@@ -124,7 +122,7 @@ def test_ratio_zero_is_attention_under_the_isolation_mask(llm, length):
     if not serves(llm, length):
         return
     prompt = random_prompt(length)
-    ours = LLM(llm.model, enable_chunk_cache=True, sink_prefix="none")
+    ours = LLM(llm.model, **FILL_FIRST, sink_prefix="none")
     mask = ChunkAwareMaskBuilder("alone").build(prompt)
     wanted, _ = masked_forward(ours, prompt, mask, torch.arange(length))
     torch.testing.assert_close(assembled_logits(ours, prompt, 0.0), wanted, atol=TOLERANCE, rtol=0)
@@ -134,7 +132,7 @@ def test_ratio_zero_is_attention_under_the_isolation_mask(llm, length):
 def test_entries_are_what_the_isolation_mask_says(llm, context):
     """All chunks at once at their virtual positions, kept apart by the mask alone."""
     prompt = random_prompt(60)
-    ours = LLM(llm.model, enable_chunk_cache=True, chunk_context=context, sink_prefix="none")
+    ours = LLM(llm.model, **FILL_FIRST, chunk_context=context, sink_prefix="none")
     before = prompt.tokens_of(prompt.system) if context == "system" else ()
     positions = torch.arange(60)
     for span in prompt.chunks:
@@ -154,7 +152,7 @@ def test_one_chunk_after_its_system_prompt_is_a_full_prefill(llm, length):
         return
     tokens = tuple(random_tokens(length))
     prompt = ChunkedPrompt(tokens, (Span(7, length - 5),))
-    ours = LLM(llm.model, enable_chunk_cache=True, chunk_context="system")
+    ours = LLM(llm.model, **FILL_FIRST, chunk_context="system")
     for _ in range(2):  # filled, then reused
         wanted = plain_logits(make_fresh(llm), tokens)
         torch.testing.assert_close(assembled_logits(ours, prompt, 0.0), wanted, atol=TOLERANCE, rtol=0)

@@ -13,6 +13,7 @@ from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.hf import LLM
 from tests.engines.hf.tiny import UNSUPPORTED, make
 
+FILL_FIRST = {"enable_chunk_cache": True, "miss_policy": "fill-first"}
 TOKENS = [random.Random(5).randrange(3, 300) for _ in range(400)]
 
 
@@ -31,7 +32,15 @@ def llm():
         yield engine
 
 
-def test_counts_and_reasons(llm):
+@pytest.fixture
+def filling():
+    """An engine that stores documents before it answers: what it answers first is what it answers again."""
+    with LLM(make("llama"), **FILL_FIRST) as engine:
+        yield engine
+
+
+def test_counts_and_reasons(filling):
+    llm = filling
     [first, second] = llm.generate([prompt(3, 20, 30, 20, 5), prompt(9, 30, 20, 11, 7)], max_tokens=2)
     assert [chunk.status for chunk in first.chunks] == ["filled", "filled", "cached"]  # the third repeats the first
     assert [chunk.reason for chunk in first.chunks] == ["new", "new", None]
@@ -46,8 +55,8 @@ def test_counts_and_reasons(llm):
     assert stats["current_memory_mb"] > 0
 
 
-def test_clear_and_warm(smollm2, tokenizer):
-    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+def test_clear_and_warm(narrow, tokenizer):
+    llm = LLM(narrow, tokenizer, **FILL_FIRST)
     assert llm.chunk_cache.warm(["The ferry leaves at six.", "The library opens at ten."]) == 2
     assert llm.chunk_cache.warm(["The ferry leaves at six."]) == 0
     text = "Be brief. # # The library opens at ten. # # The ferry leaves at six. # # When does the library open?"
@@ -87,22 +96,22 @@ def test_unsupported_models_generate_without_the_cache(name, caplog):
 
 
 def test_dynamic_rope_beyond_its_limit_is_served_plainly():
-    llm = LLM(make("llama-dynamic"), enable_chunk_cache=True)
+    llm = LLM(make("llama-dynamic"), **FILL_FIRST)
     [short, long] = llm.generate([prompt(3, 20, 5), prompt(3, 20, 70, 5)], max_tokens=2)
     assert (short.mode, long.mode, long.fallback_reason) == ("fill", "plain", "rope-length")
 
 
 def test_longrope_keeps_short_and_long_entries_apart():
-    llm = LLM(make("phi3-longrope"), enable_chunk_cache=True)
+    llm = LLM(make("phi3-longrope"), **FILL_FIRST)
     modes = [
         llm.generate([p], max_tokens=2)[0].mode for p in (prompt(3, 20, 5), prompt(3, 20, 70), prompt(9, 20, 71))
     ]
     assert modes == ["fill", "fill", "reuse"]
 
 
-def test_a_chunk_that_does_not_fit_behind_its_sink_prefix_is_prefilled(smollm2, tokenizer):
+def test_a_chunk_that_does_not_fit_behind_its_sink_prefix_is_prefilled(narrow, tokenizer):
     """Inside the prompt it fits; alone, after a long sink prefix, it would not."""
-    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True, sink_prefix="a long text " * 20)
+    llm = LLM(narrow, tokenizer, **FILL_FIRST, sink_prefix="a long text " * 20)
     llm.chunk_cache._max_positions = 70
     text = "Be brief. # # " + "The ferry leaves. " * 8 + "# # Open at ten. # # When does it open?"
     [output] = llm.generate(text, max_tokens=3, temperature=0)
@@ -172,7 +181,8 @@ def test_bad_settings(bad):
         LLM(make("llama"), enable_chunk_cache=True, **bad)
 
 
-def test_sampling_is_reproducible_and_honours_the_models_settings(llm):
+def test_sampling_is_reproducible_and_honours_the_models_settings(filling):
+    llm = filling
     p = prompt(3, 20, 5)
 
     def tokens(**kw):
@@ -196,7 +206,7 @@ def test_generation_stops_at_the_models_stop_token(llm):
 
 @pytest.mark.parametrize("algorithm", ["xxhash", "sha256"])
 def test_entries_survive_a_restart(tmp_path, algorithm):
-    settings = {"enable_chunk_cache": True, "disk_path": tmp_path, "chunk_hash_algorithm": algorithm}
+    settings = {**FILL_FIRST, "disk_path": tmp_path, "chunk_hash_algorithm": algorithm}
     with LLM(make("llama"), **settings) as llm:
         [before] = llm.generate([prompt(3, 20, 30, 5)], max_tokens=4, temperature=0)
     with LLM(make("llama"), **settings) as llm:
@@ -220,25 +230,25 @@ def test_entries_survive_a_restart(tmp_path, algorithm):
 def test_entries_of_another_model_format_or_tenant_are_never_used(tmp_path, change):
     model = make("llama")
     model.name_or_path = "the same name"
-    with LLM(model, enable_chunk_cache=True, disk_path=tmp_path) as llm:
+    with LLM(model, **FILL_FIRST, disk_path=tmp_path) as llm:
         llm.generate([prompt(3, 20, 5)], max_tokens=1)
     settings = {key: value for key, value in change.items() if key not in ("seed", "name", "dtype", "config")}
     other = make(change.get("name", "llama"), change.get("seed", 0)).to(change.get("dtype", torch.float32))
     other.config.update(change.get("config", {}))
     other.name_or_path = "the same name"
-    with LLM(other, enable_chunk_cache=True, disk_path=tmp_path, **settings) as llm:
+    with LLM(other, **FILL_FIRST, disk_path=tmp_path, **settings) as llm:
         [output] = llm.generate([prompt(3, 20, 5)], max_tokens=1)
     assert [(chunk.status, chunk.reason) for chunk in output.chunks] == [("filled", "new")]
 
 
 def test_a_damaged_file_is_filled_again_and_said_so(tmp_path):
-    with LLM(make("llama"), enable_chunk_cache=True, disk_path=tmp_path) as llm:
+    with LLM(make("llama"), **FILL_FIRST, disk_path=tmp_path) as llm:
         [before] = llm.generate([prompt(3, 20, 5)], max_tokens=4, temperature=0)
     [file] = tmp_path.rglob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with LLM(make("llama"), enable_chunk_cache=True, disk_path=tmp_path) as llm:
+    with LLM(make("llama"), **FILL_FIRST, disk_path=tmp_path) as llm:
         [after] = llm.generate([prompt(3, 20, 5)], max_tokens=4, temperature=0)
         assert [chunk.reason for chunk in after.chunks] == ["corrupt"]
         assert llm.chunk_cache.get_stats()["corrupt_set_aside"] == 1
@@ -249,7 +259,7 @@ def test_an_unusable_cache_directory_does_not_stop_the_service(tmp_path, caplog)
     blocked = tmp_path / "file"
     blocked.write_text("")
     with caplog.at_level(logging.WARNING):
-        llm = LLM(make("llama"), enable_chunk_cache=True, disk_path=blocked / "below")
+        llm = LLM(make("llama"), **FILL_FIRST, disk_path=blocked / "below")
     assert [llm.generate([prompt(3, 20, 5)], max_tokens=1)[0].mode for _ in range(2)] == ["fill", "reuse"]
     assert len([record for record in caplog.records if record.name.startswith("kvmosaic")]) == 1
 
@@ -261,14 +271,14 @@ def test_bfloat16(name):
     wanted = model(torch.tensor([prompt(3, 20, 30, 9).token_ids])).logits[0, -1]
     half = make(name).to(torch.bfloat16)
     rounding = (half(torch.tensor([prompt(3, 20, 30, 9).token_ids])).logits[0, -1].float() - wanted).norm()
-    llm = LLM(half, enable_chunk_cache=True)
+    llm = LLM(half, **FILL_FIRST)
     with llm.engine.session():
         ours = llm.assemble(prompt(3, 20, 30, 9), 1.0).logits.float()
     assert (ours - wanted).norm() < 1.5 * rounding
 
 
 def test_clear_leaves_other_tenants_alone(tmp_path):
-    settings = {"enable_chunk_cache": True, "disk_path": tmp_path}
+    settings = {**FILL_FIRST, "disk_path": tmp_path}
     with LLM(make("llama"), tenant="a", **settings) as a, LLM(make("llama"), tenant="b", **settings) as b:
         for llm in (a, b):
             llm.generate([prompt(3, 20, 5)], max_tokens=1)
@@ -286,21 +296,21 @@ def test_odd_chunked_prompts_are_refused(tokens, spans):
         ChunkedPrompt(tokens, spans)
 
 
-def test_ids_out_of_range_with_a_real_tokenizer(smollm2, tokenizer):
-    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+def test_ids_out_of_range_with_a_real_tokenizer(narrow, tokenizer):
+    llm = LLM(narrow, tokenizer, enable_chunk_cache=True)
     with pytest.raises(PromptError, match="between 0 and 49151"):
         llm.generate([[1, 2**40]])
 
 
-def test_a_separator_the_tokenizer_lacks_matters_only_when_the_cache_is_on(smollm2):
+def test_a_separator_the_tokenizer_lacks_matters_only_when_the_cache_is_on(narrow):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     words = PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="a")
-    LLM(smollm2, words)
+    LLM(narrow, words)
     with pytest.raises(ConfigError, match="does not survive"):
-        LLM(smollm2, words, enable_chunk_cache=True)
+        LLM(narrow, words, enable_chunk_cache=True)
 
 
 def test_unknown_model_is_one_line():
@@ -342,7 +352,7 @@ def test_threads_and_engines_share_a_model_safely(llm):
 
 def test_chunked_attention_is_exact_when_recomputed():
     model = make("llama4")
-    llm = LLM(model, enable_chunk_cache=True)
+    llm = LLM(model, **FILL_FIRST)
     p = prompt(3, 20, 30, 5)
     with llm.engine.session():
         ours = llm.assemble(p, 1.0).logits
@@ -356,15 +366,16 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was(llm):
     assert llm.model.config._attn_implementation == before
 
 
-def test_warm_is_limited_to_what_can_be_reused(smollm2, tokenizer):
-    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+def test_warm_is_limited_to_what_can_be_reused(narrow, tokenizer):
+    llm = LLM(narrow, tokenizer, enable_chunk_cache=True)
     assert llm.chunk_cache.warm(["word " * 9000]) == 0
     with pytest.raises(ConfigError, match="documents cannot be warmed"):
-        LLM(smollm2, tokenizer, enable_chunk_cache=True, chunk_context="system").chunk_cache.warm(["a b"])
+        LLM(narrow, tokenizer, enable_chunk_cache=True, chunk_context="system").chunk_cache.warm(["a b"])
 
 
 @pytest.mark.parametrize("change", ["one row", "training"])
-def test_weights_changed_after_the_start_make_new_entries(llm, change):
+def test_weights_changed_after_the_start_make_new_entries(filling, change):
+    llm = filling
     p = prompt(3, 20, 5)
     llm.generate([p], max_tokens=1)
     if change == "training":

@@ -13,9 +13,9 @@ from kvmosaic.hf import LLM
 RATIOS = (0.0, 0.3, 0.6, 0.9, 1.0)
 
 
-@pytest.fixture(scope="module", params=["smollm2-135m", "gemma-3-270m"])
+@pytest.fixture(scope="module", params=["smollm2-135m", pytest.param("gemma-3-270m", marks=pytest.mark.long)])
 def llm(request):
-    with LLM(request.param, enable_chunk_cache=True, dtype="float32") as engine:
+    with LLM(request.param, enable_chunk_cache=True, miss_policy="fill-first", dtype="float32") as engine:
         yield engine
 
 

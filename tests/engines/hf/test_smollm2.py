@@ -16,8 +16,16 @@ TEXT = (
 )
 
 
-def test_ratio_one_is_a_plain_forward(smollm2, tokenizer):
-    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+FILL_FIRST = {"enable_chunk_cache": True, "miss_policy": "fill-first"}
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2, tokenizer):
+    with LLM(smollm2, tokenizer, **FILL_FIRST) as engine:
+        yield engine
+
+
+def test_ratio_one_is_a_plain_forward(llm, smollm2):
     prompt = llm.parser.parse(TEXT)
     assert len(prompt.chunks) == 3
     with torch.inference_mode():
@@ -28,8 +36,7 @@ def test_ratio_one_is_a_plain_forward(smollm2, tokenizer):
         torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
 
 
-def test_answers_are_those_of_transformers(smollm2, tokenizer):
-    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True)
+def test_answers_are_those_of_transformers(llm, smollm2, tokenizer):
     inputs = tokenizer(TEXT, return_tensors="pt")
     wanted = smollm2.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
     for options in ({"recompute_ratio": 1.0}, {"use_chunk_cache": False}):
@@ -53,11 +60,18 @@ def double_precision(smollm2_folder):
     return model
 
 
-@pytest.mark.parametrize("place", [0, 1, random.randrange(2, 500), random.randrange(500, 4000), 8000])
-def test_an_entry_moved_equals_the_chunk_computed_there(smollm2, tokenizer, double_precision, place):
+@pytest.fixture(scope="module")
+def without_sink(smollm2, tokenizer):
+    with LLM(smollm2, tokenizer, sink_prefix="none", **FILL_FIRST) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("places", [(0, 1), (1, 2), (2, 500), (500, 4000), (8000, 8001)], ids=str)
+def test_an_entry_moved_equals_the_chunk_computed_there(without_sink, double_precision, places):
     """At most 1e-4 off, or no more than the model itself is when it computes the chunk there in fp32: far
     out, fp32 angles (position times frequency) are themselves only good to about 1e-3 in its keys."""
-    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True, sink_prefix="none")
+    llm = without_sink
+    place = random.randrange(*places)
     chunk = [random.randrange(1000, 40000) for _ in range(64)]
     inside = slice(place, place + 64)
     with llm.engine.session():
@@ -80,7 +94,7 @@ def test_an_entry_moved_equals_the_chunk_computed_there(smollm2, tokenizer, doub
 
 
 def test_one_chunk_under_its_own_system_prompt_is_exact(smollm2, tokenizer):
-    llm = LLM(smollm2, tokenizer, enable_chunk_cache=True, chunk_context="system")
+    llm = LLM(smollm2, tokenizer, chunk_context="system", **FILL_FIRST)
     tokens = tuple(tokenizer.encode(TEXT))
     prompt = ChunkedPrompt(tokens, (Span(5, len(tokens) - 6),))
     with torch.inference_mode():

@@ -10,6 +10,7 @@ import torch
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("KVMOSAIC_MISS_POLICY", "fill-first")  # for a document in the store after its first request
 
 # vLLM has an environment of its own (`make test-vllm`): it pins libraries the embedded engine leaves open.
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*test_*.py"]  # also in folders
