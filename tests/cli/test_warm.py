@@ -7,11 +7,11 @@ import pytest
 
 from kvmosaic.cli.corpus import read_corpus
 from kvmosaic.core.errors import PromptError
-from tests.cli.test_cli import kvmosaic
+from tests.cli.test_cli import kvmosaic, kvmosaic_here
 
 
-def warm(*arguments, check=0):
-    return kvmosaic("store", "warm", "smollm2-135m", *arguments, "--engine", "hf", check=check)
+def warm(model, *arguments, check=0, run=kvmosaic_here):
+    return run("store", "warm", model, *arguments, "--engine", "hf", check=check)
 
 
 @pytest.fixture
@@ -27,22 +27,22 @@ def corpus(tmp_path):
     return folder
 
 
-def test_documents_are_found_by_later_processes_and_not_filled_again(smollm2_folder, corpus, tmp_path):
+def test_documents_are_found_by_later_processes_and_not_filled_again(narrow_folder, corpus, tmp_path):
     entries = tmp_path / "kv"
-    first = warm(corpus / "a.txt", "--disk-path", entries, "--json")
+    first = warm(narrow_folder, corpus / "a.txt", "--disk-path", entries, "--json", run=kvmosaic)
     assert (first["documents"], first["filled"]) == (1, 1)
-    both = warm(corpus, corpus / "a.txt", "--disk-path", entries, "--json")
+    both = warm(narrow_folder, corpus, corpus / "a.txt", "--disk-path", entries, "--json")
     tokens = both.pop("filled_tokens")
     assert both == {"documents": 4, "filled": 2, "known": 2, "too_long": 0, "lost": 0}
     assert tokens > 10
-    options = ("--document", corpus / "a.txt", "--disk-path", entries, "--max-tokens", 1, "--json")
-    [chunk] = kvmosaic("generate", "When does the ferry leave?", *options)["chunks"]
+    options = ("--model", narrow_folder, "--document", corpus / "a.txt", "--disk-path", entries, "--max-tokens", 1)
+    [chunk] = kvmosaic_here("generate", "When does the ferry leave?", *options, "--json")["chunks"]
     assert (chunk["status"], chunk["tier"]) == ("cached", "disk")
 
 
-def test_documents_for_which_there_is_no_room_are_reported(smollm2_folder, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("KVMOSAIC_TENANT_QUOTA", "1MiB")  # an entry takes about 400 KiB
-    output = warm(corpus, "--disk-path", tmp_path / "kv", check=1)
+def test_documents_for_which_there_is_no_room_are_reported(narrow_folder, corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_TENANT_QUOTA", "170KiB")  # an entry takes about 70 KiB
+    output = warm(narrow_folder, corpus, "--disk-path", tmp_path / "kv", check=1)
     assert "3 documents: 3 filled" in output
     assert "1 of them could not be kept" in output
 
@@ -71,7 +71,7 @@ def test_bad_documents_are_one_line(tmp_path, name, content, message):
 
 def test_bad_documents_are_refused_before_anything_is_loaded(corpus, tmp_path):
     (corpus / "z.txt").write_text(" ")
-    output = warm(corpus, "--disk-path", tmp_path / "kv", check=2)
+    output = warm("smollm2-135m", corpus, "--disk-path", tmp_path / "kv", check=2)
     assert "z.txt: the document is empty" in output
     assert len(output.strip().splitlines()) == 1
     assert not (tmp_path / "kv").exists()
@@ -90,11 +90,11 @@ def test_bad_documents_are_refused_before_anything_is_loaded(corpus, tmp_path):
 def test_settings_under_which_nothing_would_be_found_are_refused(corpus, monkeypatch, options, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    output = warm(corpus, *options, check=2)
+    output = warm("smollm2-135m", corpus, *options, check=2)
     assert message in output
     assert len(output.strip().splitlines()) == 1
 
 
 def test_a_folder_without_documents(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    assert "no documents in" in warm(tmp_path, "--disk-path", tmp_path / "kv", check=2)
+    assert "no documents in" in warm("smollm2-135m", tmp_path, "--disk-path", tmp_path / "kv", check=2)

@@ -134,7 +134,11 @@ def test_bad_files_are_refused_in_one_line(tmp_path, text, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("data", [b"\x1f\x8bnot gzip", gzip.compress(b"{}" * 99)[:-9], b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "data",
+    [b"\x1f\x8bnot gzip", gzip.compress(b"{}" * 99)[:-9], b"\xff\xfe"],
+    ids=["no gzip", "cut off", "no text"],
+)
 def test_unreadable_files_are_refused(tmp_path, data):
     (tmp_path / "bad").write_bytes(data)
     with pytest.raises(ConfigError, match="cannot read data"):

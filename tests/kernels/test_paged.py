@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from tests.examples import examples
 from tests.required import need_triton
 
 GPU = torch.cuda.is_available()
@@ -84,7 +85,7 @@ def copies(caches):
     )
 
 
-@pytest.mark.parametrize("case", range(100 if GPU else 12))
+@pytest.mark.parametrize("case", range(100 if GPU else examples(12, 6)))
 def test_scatter_equals_its_reference(case):
     seed = random.randrange(10**6)
     moves, caches, blocks, first = random_case(seed)
@@ -99,7 +100,7 @@ def test_scatter_equals_its_reference(case):
         torch.testing.assert_close(ours, theirs, atol=exact, rtol=exact)
 
 
-@pytest.mark.parametrize("case", range(100 if GPU else 12))
+@pytest.mark.parametrize("case", range(100 if GPU else examples(12, 5)))
 def test_gather_equals_its_reference(case):
     seed = random.randrange(10**6)
     moves, caches, blocks, _ = random_case(seed)
@@ -110,8 +111,9 @@ def test_gather_equals_its_reference(case):
         assert torch.equal(ours.data, theirs.data)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_layers_arrive_group_by_group(seed, monkeypatch):
+@pytest.mark.parametrize("case", range(20 if GPU else examples(20, 8)))
+def test_layers_arrive_group_by_group(case, monkeypatch):
+    seed = random.randrange(10**6)
     monkeypatch.setattr(paged, "FEW_PROGRAMS", random.choice([1, 3, 32]))
     moves, caches, blocks, first = random_case(seed)
     moves, tails = with_tails(moves, caches, random.Random(seed))

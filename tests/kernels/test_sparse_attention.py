@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.required import need_triton
 
 GPU = torch.cuda.is_available()
@@ -65,7 +66,7 @@ def random_case(seed):
     return q, cache, Queries.of(sequences, group, DEVICE, at_once), k_dim**-0.5, window, v_dim
 
 
-@pytest.mark.parametrize("case", range(30 if GPU else 16))
+@pytest.mark.parametrize("case", range(30 if GPU else examples(16, 8)))
 def test_attention_is_that_of_the_reference(case):
     q, cache, queries, scale, window, v_dim = random_case(seed := random.randrange(10**9))
     out, wanted = (

@@ -1,10 +1,13 @@
 """Real remote stores for the tests that need one."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from remote_servers import Mooncake, Valkey
 
+from kvmosaic.core.remote_url import RemoteUrl
+from kvmosaic.store.remote import mooncake
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 
 DEADLINE_S = 10.0
@@ -42,3 +45,34 @@ def tier(server: Valkey | Mooncake) -> Iterator[RemoteTier]:
     yield opened
     opened.delete_all([info.key for info in opened.scan()])
     opened.close()
+
+
+class _Kept:
+    """A client of Mooncake's library that stays open when a store closes it."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def one_mooncake_client() -> Iterator[None]:
+    """For tests that open many stores and are not about clients: each takes a second to close."""
+    clients: dict[RemoteUrl, Any] = {}
+
+    def connect(library: Any, url: RemoteUrl, patience_s: float) -> _Kept:
+        if url not in clients:
+            clients[url] = really(library, url, patience_s)
+        return _Kept(clients[url])
+
+    really = mooncake.connect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mooncake, "connect", connect)
+        yield
+    for client in clients.values():
+        client.close()

@@ -58,6 +58,7 @@ def test_without_a_remote_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [("http://host", "not the URL of a remote store"), (f"valkey://127.0.0.1:{free_port()}", "refused")],
+    ids=["no URL of a store", "nobody there"],
 )
 def test_errors_are_one_line(url: str, message: str) -> None:
     output = bench("--remote", url, check=2).stderr

@@ -1,6 +1,7 @@
 """Entries stored head by head: written by engines of one tensor-parallel size, read by those of another."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,32 +33,48 @@ from kvmosaic.store.codec import Encoding
 from kvmosaic.store.remote.heads import values_of
 from kvmosaic.store.remote.keys import names_of, part_keys, remote_key
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
+from tests.examples import examples
 
+pytestmark = pytest.mark.usefixtures("one_mooncake_client")
 SIZES = (1, 2, 4, 8, 16)
-sizes = st.sampled_from(SIZES)
+PAIRS = list(product(SIZES, SIZES))
+FEW_PAIRS = [(writers, readers) for writers, readers in PAIRS if writers * readers <= 16]
+"""For Mooncake: its clients take their time to connect and to go, and there is one for each rank."""
+on_valkey = pytest.mark.parametrize("server", ["valkey"], indirect=True)
+on_mooncake = pytest.mark.parametrize("server", ["mooncake"], indirect=True)
+same_tier = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
+shapes = {
+    "tokens": st.integers(1, 40),
+    "dims": st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    "dtype": st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+    "number": st.integers(1, 10**5),
+}
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    writers=sizes,
-    readers=sizes,
-    tokens=st.integers(1, 40),
-    dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
-    number=st.integers(1, 10**5),
-)
-def test_bytes_written_at_one_size_are_read_at_another(
+@on_valkey
+@settings(max_examples=30, **same_tier)
+@given(ranks=st.sampled_from(PAIRS), **shapes)
+def test_bytes_written_at_one_size_are_read_at_another(tier: RemoteTier, server: Valkey, **drawn: Any) -> None:
+    write_and_read(tier, server, **drawn)
+
+
+@on_mooncake
+@settings(max_examples=examples(30, 4), **same_tier)
+@given(ranks=st.sampled_from(FEW_PAIRS), **shapes)
+def test_and_so_are_those_in_mooncake(tier: RemoteTier, server: Mooncake, **drawn: Any) -> None:
+    write_and_read(tier, server, **drawn)
+
+
+def write_and_read(
     tier: RemoteTier,
     server: Valkey | Mooncake,
-    writers: int,
-    readers: int,
+    ranks: tuple[int, int],
     tokens: int,
     dims: tuple[int, int],
     dtype: torch.dtype,
     number: int,
 ) -> None:
-    if server.kind == "mooncake" and writers * readers > 16:
-        return  # its clients take their time to connect, and there is one for each rank
+    writers, readers = ranks
     tier.delete_all([info.key for info in tier.scan()])
     entry = model_entry(number, tokens=tokens, k_dim=dims[0], v_dim=dims[1], dtype=dtype)
     fill(server.url, writers, [entry])
@@ -208,11 +225,23 @@ def test_many_chunks_and_heads_take_few_calls(
     store.close()
 
 
+@on_valkey
+@settings(max_examples=10, **same_tier)
 @given(data=st.data())
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_entries_fetched_together_lose_only_what_is_damaged(
-    tier: RemoteTier, server: Valkey | Mooncake, data: st.DataObject
+    tier: RemoteTier, server: Valkey, data: st.DataObject
 ) -> None:
+    fetch_with_damage(tier, server, data)
+
+
+@on_mooncake
+@settings(max_examples=examples(10, 4), **same_tier)
+@given(data=st.data())
+def test_and_so_do_those_from_mooncake(tier: RemoteTier, server: Mooncake, data: st.DataObject) -> None:
+    fetch_with_damage(tier, server, data)
+
+
+def fetch_with_damage(tier: RemoteTier, server: Valkey | Mooncake, data: st.DataObject) -> None:
     entries = [of_share(model_entry(number), share(0, 2)) for number in range(6)]
     writer = opened(server.url, share(0, 2))
     for entry in entries:

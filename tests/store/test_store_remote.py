@@ -23,6 +23,7 @@ from kvmosaic.store.remote.keys import group_of, parse_remote_key, remote_key
 from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 
+pytestmark = pytest.mark.usefixtures("one_mooncake_client")
 ONE = make_entry(0).nbytes
 PLENTY = 2**30
 powers = st.sampled_from([1, 2, 4, 8, 16, 64])

@@ -49,7 +49,7 @@ class MooncakeMachine(RemoteMachine):
 
 
 @pytest.fixture(autouse=True)
-def addresses(request: pytest.FixtureRequest) -> Iterator[None]:
+def addresses(request: pytest.FixtureRequest, one_mooncake_client: None) -> Iterator[None]:
     """Tells each machine where its server is; only the one that is wanted is started."""
     if request.cls is TestOnValkey:
         server: Valkey | Mooncake = request.getfixturevalue("valkey_server")
