@@ -79,7 +79,7 @@ def smollm2(smollm2_folder):
 
 @pytest.fixture(scope="session")
 def narrow(smollm2_folder):
-    """SmolLM2's depth, vocabulary and positions, but narrow and with random weights: where language proves nothing."""
+    """SmolLM2's depth, vocabulary and positions, but narrow, with random weights: where language proves nothing."""
     config = AutoConfig.from_pretrained(smollm2_folder)
     config.update(
         {
@@ -91,6 +91,7 @@ def narrow(smollm2_folder):
             "initializer_range": 0.2,  # large, so that attention is far from uniform
         }
     )
+    torch.manual_seed(0)  # the same in every run: whether a policy beats another depends on the weights
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import yaml
@@ -55,9 +56,9 @@ def test_a_profile_without_recomputing_does_not_switch_policies_off():
     assert (profile.model, profile.policy, profile.recompute_ratio) == ("m", "sink-link", 0.0)
 
 
-def calibrate(monkeypatch, *arguments):
+def calibrate(monkeypatch, *arguments, model="smollm2-135m"):
     """Exit status of the command."""
-    monkeypatch.setattr(sys, "argv", ["kvmosaic", "calibrate", "smollm2-135m", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["kvmosaic", "calibrate", str(model), *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         main()
     return end.value.code or 0
@@ -99,12 +100,12 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "own.jsonl"
 
 
-def test_what_it_chooses_is_what_the_engine_does(monkeypatch, capsys, data, tmp_path, smollm2, tokenizer):
-    path = profile_path("smollm2-135m")
+def test_what_it_chooses_is_what_the_engine_does(monkeypatch, capsys, data, tmp_path, narrow_folder, tokenizer):
+    path, run = profile_path(str(narrow_folder)), partial(calibrate, monkeypatch, model=narrow_folder)
     options = ("--data", data, "--policies", "sink-link", "--ratios", "0.3", "--sink-prefixes", "bos,document")
     options = (*options, "--output", tmp_path / "out", "--json")
 
-    assert calibrate(monkeypatch, *options, "--max-kl", 0, "--min-top1", 1) == 1
+    assert run(*options, "--max-kl", 0, "--min-top1", 1) == 1
     output = capsys.readouterr()
     assert "nothing meets KL <= 0 and top-1 >= 1; closest: sink-link at ratio 0.3" in output.err
     result = json.loads(output.out)
@@ -120,14 +121,14 @@ def test_what_it_chooses_is_what_the_engine_does(monkeypatch, capsys, data, tmp_
     path.parent.mkdir()
     path.write_text("broken")
     wanted = min(row["kl_mean"] for row in rows)
-    assert calibrate(monkeypatch, *options, "--max-kl", wanted, "--min-top1", 0) == 0
+    assert run(*options, "--max-kl", wanted, "--min-top1", 0) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rows"] == rows
     assert result["profile"] == str(path)
     best = min(rows, key=lambda row: row["kl_mean"])
     assert result["chosen"] == best
     assert yaml.safe_load(path.read_text()) == {
-        "model": "smollm2-135m",
+        "model": "narrow",
         "policy": "sink-link",
         "recompute_ratio": best["ratio"],
         "sink_prefix": best["sink_prefix"],
@@ -141,9 +142,9 @@ def test_what_it_chooses_is_what_the_engine_does(monkeypatch, capsys, data, tmp_
         "kvmosaic": __version__,
     }
 
-    with LLM(smollm2, tokenizer, enable_chunk_cache=True) as llm:
+    with LLM(str(narrow_folder), enable_chunk_cache=True) as llm:
         assert llm.config.policy == "sink-link"
         assert (llm.config.recompute_ratio, llm.config.sink_prefix) == (best["ratio"], best["sink_prefix"])
-    with LLM(smollm2, tokenizer, enable_chunk_cache=True, recompute_ratio=0.2, sink_prefix="bso") as llm:
+    with LLM(str(narrow_folder), enable_chunk_cache=True, recompute_ratio=0.2, sink_prefix="bso") as llm:
         assert (llm.config.policy, llm.config.recompute_ratio) == ("sink-link", 0.2)
         assert list(llm.chunk_cache.sink) == tokenizer.encode("bso", add_special_tokens=False)

@@ -50,8 +50,8 @@ def kvmosaic_eval(monkeypatch, *arguments):
         (("--data", "synthetic", "--output", "/proc/x"), "--output /proc/x"),
     ],
 )
-def test_bad_options_end_in_one_line(monkeypatch, capsys, smollm2_folder, options, message):
-    assert kvmosaic_eval(monkeypatch, "smollm2-135m", *options) == 2
+def test_bad_options_end_in_one_line(monkeypatch, capsys, narrow_folder, options, message):
+    assert kvmosaic_eval(monkeypatch, narrow_folder, *options) == 2
     output = capsys.readouterr()
     assert output.out == ""  # nothing was measured
     [line] = [line for line in output.err.splitlines() if line.startswith("error:")]
@@ -67,17 +67,19 @@ def test_a_file_to_come_is_not_made_early(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_interrupted_it_says_so_and_goes_on_where_it_stopped(tmp_path, smollm2_folder):
+def test_interrupted_it_says_so_and_goes_on_where_it_stopped(tmp_path, narrow_folder):
     command = [
         sys.executable,
         "-m",
         "kvmosaic.cli.main",
         "eval",
-        "smollm2-135m",
+        str(narrow_folder),
         "--data",
         "synthetic",
         "--limit",
         "3",
+        "--max-answer",
+        "4",
     ]
     command += ["--policies", "sink-link", "--ratios", "0.15", "--output", str(tmp_path), "--json"]
     results = tmp_path / "results.jsonl"
@@ -104,7 +106,7 @@ def test_interrupted_it_says_so_and_goes_on_where_it_stopped(tmp_path, smollm2_f
     assert {row["n"] for row in json.loads(done.stdout)["rows"]} == {3}
 
 
-def test_rows_come_as_json_and_again_without_work(monkeypatch, capsys, tmp_path, smollm2_folder):
+def test_rows_come_as_json_and_again_without_work(monkeypatch, capsys, tmp_path, narrow_folder):
     data = tmp_path / "own.jsonl"
     record = {"system": "Be brief.", "chunks": ["Anna has a cat.", "Bert has a dog."], "question": "Who has a dog?"}
     data.write_text(json.dumps({**record, "answers": ["Bert"]}))
@@ -112,7 +114,7 @@ def test_rows_come_as_json_and_again_without_work(monkeypatch, capsys, tmp_path,
     results = []
     for _ in range(2):
         files = ("--output", tmp_path / "out", "--html", tmp_path / "report.html", "--json")
-        assert kvmosaic_eval(monkeypatch, "smollm2-135m", *options, *files) == 0
+        assert kvmosaic_eval(monkeypatch, narrow_folder, *options, *files) == 0
         [line] = capsys.readouterr().out.splitlines()
         results.append(json.loads(line))
     assert results[0] == results[1]

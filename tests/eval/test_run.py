@@ -1,4 +1,4 @@
-"""The evaluation on a real model: what its numbers must be, and that interruptions leave no trace."""
+"""The evaluation: what its numbers must be, and that interruptions leave no trace."""
 
 import json
 from dataclasses import replace
@@ -32,8 +32,9 @@ ANSWER = 4
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2, tokenizer):
-    with LLM(smollm2, tokenizer, enable_chunk_cache=True, disk_path=None, tenant="eval") as llm:
+def llm(narrow, tokenizer):
+    settings = {"miss_policy": "fill-first", "disk_path": None, "tenant": "eval"}  # as the command has it
+    with LLM(narrow, tokenizer, enable_chunk_cache=True, **settings) as llm:
         yield llm
 
 
@@ -173,11 +174,11 @@ def test_prompts_the_model_cannot_take_are_refused_before_any_work(llm):
         make_plan(llm, EXAMPLES, make_cells(["kv-deviation(layers=99)"], [0.3]), 4)
 
 
-def test_a_chunk_that_cannot_be_reused_is_no_perfect_reuse(smollm2, tokenizer):
+def test_a_chunk_that_cannot_be_reused_is_no_perfect_reuse(narrow, tokenizer):
     """With a sink prefix as long as the context every chunk would be ordinary text, and every policy perfect."""
-    long = "word " * smollm2.config.max_position_embeddings
+    long = "word " * narrow.config.max_position_embeddings
     with (
-        LLM(smollm2, tokenizer, enable_chunk_cache=True, sink_prefix=long) as llm,
+        LLM(narrow, tokenizer, enable_chunk_cache=True, sink_prefix=long) as llm,
         pytest.raises(PromptError, match="shorter sink prefix"),
     ):
         make_plan(llm, EXAMPLES, make_cells([], []), 4)

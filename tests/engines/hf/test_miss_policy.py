@@ -11,13 +11,13 @@ DOCUMENTS = [
 ]
 
 
-def engine(smollm2, tokenizer, miss_policy):
-    return LLM(smollm2, tokenizer, enable_chunk_cache=True, miss_policy=miss_policy)
+def engine(narrow, tokenizer, miss_policy):
+    return LLM(narrow, tokenizer, enable_chunk_cache=True, miss_policy=miss_policy)
 
 
 @pytest.mark.parametrize("miss_policy", ["background", "never"])
-def test_new_documents_are_answered_exactly(smollm2, tokenizer, miss_policy):
-    llm = engine(smollm2, tokenizer, miss_policy)
+def test_new_documents_are_answered_exactly(narrow, tokenizer, miss_policy):
+    llm = engine(narrow, tokenizer, miss_policy)
     text = llm.chat_prompt("You are helpful.", DOCUMENTS, "Who is the captain?")
     parsed = llm.parser.parse(text)
     with llm.engine.session():
@@ -37,8 +37,8 @@ def test_new_documents_are_answered_exactly(smollm2, tokenizer, miss_policy):
         assert llm.chunk_cache.get_stats()["total_chunks"] == 0
 
 
-def test_a_new_document_among_known_ones_is_computed_in_sight_of_them(smollm2, tokenizer):
-    llm = engine(smollm2, tokenizer, "background")
+def test_a_new_document_among_known_ones_is_computed_in_sight_of_them(narrow, tokenizer):
+    llm = engine(narrow, tokenizer, "background")
     llm.chunk_cache.warm(DOCUMENTS[:1])
     text = llm.chat_prompt("You are helpful.", DOCUMENTS, "Who is the captain?")
     [first] = llm.generate(text, max_tokens=2, temperature=0)
@@ -48,9 +48,9 @@ def test_a_new_document_among_known_ones_is_computed_in_sight_of_them(smollm2, t
     assert [chunk.status for chunk in second.chunks] == ["cached", "cached"]
 
 
-def test_filled_behind_the_answer_is_what_filling_first_gives(smollm2, tokenizer):
+def test_filled_behind_the_answer_is_what_filling_first_gives(narrow, tokenizer):
     """The same entries, whenever they are made."""
-    behind, first = engine(smollm2, tokenizer, "background"), engine(smollm2, tokenizer, "fill-first")
+    behind, first = engine(narrow, tokenizer, "background"), engine(narrow, tokenizer, "fill-first")
     text = behind.chat_prompt("You are helpful.", DOCUMENTS, "Who is the captain?")
     behind.generate(text, max_tokens=1)
     parsed = behind.parser.parse(text)
