@@ -94,7 +94,7 @@ def test_demo(stored, quick_model, monkeypatch):
     result = kvmosaic("demo", "--model", quick_model, "--max-tokens", 3, "--json")
     assert sorted(stored.rglob("*")) == before  # the user's store is left alone
     requests = result["requests"]
-    assert [request["mode"] for request in requests] == ["fill", "reuse", "reuse", "fill", "reuse", "reuse", "reuse"]
+    assert [request["mode"] for request in requests] == ["plain", *["reuse"] * 6]
     for request in requests:
         assert {"ttft_ms", "full_prefill_ttft_ms", "prompt_tokens", "cached_tokens", "recomputed_tokens"} <= set(
             request

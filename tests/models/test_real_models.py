@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.models import CATALOG, installed, pull, resolve
 
+BOTH = ["smollm2-135m", pytest.param("gemma-3-270m", marks=pytest.mark.long)]
 TEXTS = ["The capital of France is", "Grüße, 日本! 🙂\n\n  x = 12_345;\t# done"]
 
 
@@ -51,10 +52,11 @@ def test_smollm2_answers_a_chat_and_stops(smollm2_loaded: Loaded) -> None:
     assert smollm2_loaded.greedy(prompt, new_tokens=30) == "The capital of France is Paris.<|im_end|>"
 
 
-def test_weights_are_float32_and_all_there(smollm2_loaded: Loaded, gemma_loaded: Loaded) -> None:
-    for name, loaded in {"smollm2-135m": smollm2_loaded, "gemma-3-270m": gemma_loaded}.items():
-        assert loaded.model.dtype == torch.float32
-        assert loaded.model.num_parameters() == CATALOG[name].params
+@pytest.mark.parametrize("name", BOTH)
+def test_weights_are_float32_and_all_there(name: str, request: pytest.FixtureRequest) -> None:
+    loaded: Loaded = request.getfixturevalue({"smollm2-135m": "smollm2_loaded", "gemma-3-270m": "gemma_loaded"}[name])
+    assert loaded.model.dtype == torch.float32
+    assert loaded.model.num_parameters() == CATALOG[name].params
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -69,6 +71,7 @@ def test_smollm2_tokenizer_keeps_blank_lines_before_a_digit_whole(smollm2_loaded
     assert smollm2_loaded.tokenizer.tokenize("a\n\n12") == ["a", "ĊĊ", "1", "2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", TEXTS)
 def test_gemma_tokenizer_prepends_bos_exactly_once(gemma_loaded: Loaded, text: str) -> None:
     tokenizer = gemma_loaded.tokenizer
@@ -79,16 +82,18 @@ def test_gemma_tokenizer_prepends_bos_exactly_once(gemma_loaded: Loaded, text: s
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
+@pytest.mark.long
 def test_gemma_writes_sense(gemma_loaded: Loaded) -> None:
     prompt = gemma_loaded.tokenizer("The capital of France is", return_tensors="pt")
     assert gemma_loaded.greedy(prompt, new_tokens=6) == " the capital of the country of"
 
 
-def test_folders_are_ordinary_and_found(smollm2: Path, gemma: Path) -> None:
-    for name, folder in {"smollm2-135m": smollm2, "gemma-3-270m": gemma}.items():
-        assert installed()[name] == folder
-        assert resolve(name) == str(folder)
-        assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+@pytest.mark.parametrize("name", BOTH)
+def test_folders_are_ordinary_and_found(name: str) -> None:
+    folder = pull(name)
+    assert installed()[name] == folder
+    assert resolve(name) == str(folder)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
 def test_pulling_again_does_nothing(smollm2: Path) -> None:

@@ -19,7 +19,12 @@ def llm(request):
         yield engine
 
 
-@pytest.mark.parametrize("policy", ["composite", "sink-link", "random"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "policy", ["composite", pytest.param("sink-link", marks=LONG), pytest.param("random", marks=LONG)]
+)
 def test_quality_grows_with_the_ratio(llm, policy):
     """Mean KL of the next token to a full prefill, over a few prompts."""
     kl = {ratio: [] for ratio in RATIOS}

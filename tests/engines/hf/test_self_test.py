@@ -1,6 +1,7 @@
 """The start-up gate: what is broken turns the cache off with one line, what is right does not."""
 
 import logging
+from copy import deepcopy
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvmosaic.engines.hf.self_test import self_test
 from kvmosaic.hf import LLM
 from kvmosaic.models import resolve
 from tests.engines.hf.tiny import CHUNKED, SUPPORTED, make
+from tests.examples import examples
 from tests.half_precision import fast_products
 
 TEXT = "Be brief. # # The ferry leaves at six. # # The bakery is owned by Tomas Reed. # # Who owns the bakery?"
@@ -70,17 +72,38 @@ BREAKS = [
 ]
 
 
+FIRST = (keys_not_turned, torch.float32)
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def dtype(request):
-    with fast_products():
-        yield request.param
+    if request.param == torch.float32:
+        yield request.param  # watching each operation costs more than a small model
+    else:
+        with fast_products():
+            yield request.param
 
 
 @pytest.mark.parametrize("broken", BREAKS)
-def test_broken_reuse_is_refused_and_the_service_goes_on(
-    broken, dtype, smollm2_folder, tokenizer, monkeypatch, caplog
-):
+def test_broken_reuse_is_refused_and_the_service_goes_on(broken, dtype, narrow, tokenizer, monkeypatch, caplog):
+    refuses(broken, deepcopy(narrow).to(dtype), tokenizer, monkeypatch, caplog)
+
+
+@pytest.mark.parametrize(
+    ("broken", "dtype"),
+    [
+        pytest.param(broken, dtype, marks=[] if (broken, dtype) == FIRST else pytest.mark.long)
+        for broken in BREAKS
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    indirect=["dtype"],
+)
+def test_and_so_it_is_on_a_real_model(broken, dtype, smollm2_folder, tokenizer, monkeypatch, caplog):
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=dtype).eval()
+    refuses(broken, model, tokenizer, monkeypatch, caplog)
+
+
+def refuses(broken, model, tokenizer, monkeypatch, caplog):
     broken(monkeypatch)
     with caplog.at_level(logging.WARNING):
         llm = LLM(model, tokenizer, enable_chunk_cache=True)
@@ -98,6 +121,13 @@ def test_broken_reuse_is_refused_and_the_service_goes_on(
     assert output.fallback_reason.startswith("self-test failed")
 
 
+@pytest.mark.parametrize("setting", [{"sink_prefix": prefix} for prefix in ("bos", "none", "document")], ids=str)
+def test_a_model_passes_with_every_sink_prefix(setting, dtype, narrow, tokenizer):
+    llm = LLM(deepcopy(narrow).to(dtype), tokenizer, enable_chunk_cache=True, **setting)
+    assert llm.chunk_cache.get_stats()["total_chunks"] == 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])
 def test_real_models_pass_with_every_sink_prefix(name, dtype):
     folder = resolve(name)
@@ -114,7 +144,7 @@ def test_real_models_pass_with_every_sink_prefix(name, dtype):
 @pytest.mark.parametrize("name", [*SUPPORTED, *CHUNKED])
 def test_random_weights_pass(name, dtype):
     """The mixtures of experts among them send tokens other ways for a rounding error."""
-    for seed in range(3):
+    for seed in range(examples(3, 1)):
         with fast_products():
             llm = LLM(make(name, seed).to(dtype), enable_chunk_cache=True)
         assert llm.chunk_cache is not None
