@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 VLLM_BIN := $(VENV)-vllm/bin
 # A process per core: one core each is far better used than two by one of them. A file's tests stay together, so that
 # they share its engine.
-export OMP_NUM_THREADS ?= 1
-export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 TEST_JOBS ?= 2
 PYTEST := -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10
 
 .PHONY: demo check test test-all test-main test-vllm test-vllm-quick servers lint clean
+.NOTPARALLEL:  # each suite uses all cores
+
+check test test-all test-main test-vllm test-vllm-quick: export OMP_NUM_THREADS ?= 1
+check test test-all test-main test-vllm test-vllm-quick: export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
@@ -18,12 +20,13 @@ demo: $(VENV)/.hf
 # All that needs no vLLM engine.
 check: lint test-main test-vllm-quick
 
-test: lint test-main test-vllm
+test: lint
+	$(MAKE) --keep-going test-main test-vllm
 
 # What `make test` leaves out as well: tests marked `long`, and all of Hypothesis' examples.
 test-all: export KVMOSAIC_TEST_EXAMPLES := all
-test-all: MARKED := -m "long or not long"
-test-all: lint test-main test-vllm
+test-all: lint
+	$(MAKE) --keep-going test-main test-vllm MARKED='-m "long or not long"'
 
 test-main: $(VENV)/.dev servers
 	$(BIN)/python $(PYTEST) $(MARKED) --ignore=tests/engines/vllm
