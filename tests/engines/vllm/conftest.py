@@ -1,4 +1,4 @@
-"""One real vLLM engine for the whole module, in this process."""
+"""Real vLLM engines, one at a time in this process, and models that are as small as their tests allow."""
 
 import importlib.util
 import os
@@ -10,32 +10,40 @@ import torch
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("KVMOSAIC_MISS_POLICY", "fill-first")  # for a document in the store after its first request
+os.environ.pop("KVMOSAIC_MISS_POLICY", None)
 
 # vLLM has an environment of its own (`make test-vllm`): it pins libraries the embedded engine leaves open.
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*test_*.py"]  # also in folders
 
-# Small blocks, so that these short prompts fill several: only full blocks enter the prefix cache.
-SMALL = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 2048,
-    "block_size": 32,
-    "disable_log_stats": False,
-}
-
 if torch.cuda.is_available():
     os.environ["TRITON_F32_DEFAULT"] = "ieee"  # float32 means float32, also in attention
-    SMALL["gpu_memory_utilization"] = 0.2  # several engines in one process must fit
     os.environ.setdefault("KVMOSAIC_CHUNK_CACHE_GPU_MEMORY_FRACTION", "0.05")
 
 
 @pytest.fixture(scope="session", autouse=True)
+def quick_inspection():
+    """vLLM looks at a model's class in a process of its own, which imports vLLM again, so that CUDA is not
+    initialised here. Without CUDA it may look at it in this one."""
+    if torch.cuda.is_available() or not importlib.util.find_spec("vllm"):
+        yield
+        return
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_engine_at_a_time():
-    """Engines of this process share vLLM's process groups, and an engine that is collected destroys them. A failed
-    test's traceback keeps its engine: collected later, it would take the groups of the next one along. So an engine
-    ends when the next one starts."""
+    """Engines of this process share vLLM's connector and process groups, and an engine that is collected destroys
+    them. A failed test's traceback keeps its engine: collected later, it would take the groups of the next one along.
+    So an engine ends when the next one starts."""
+    if not importlib.util.find_spec("vllm"):
+        yield
+        return
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.v1.engine.core_client import InprocClient
 
     living: weakref.WeakSet[InprocClient] = weakref.WeakSet()
@@ -48,6 +56,7 @@ def one_engine_at_a_time():
         try:
             start(self, *args, **kwargs)
         except BaseException:  # also a timeout
+            ensure_kv_transfer_shutdown()
             cleanup_dist_env_and_memory()
             raise
         living.add(self)
@@ -57,25 +66,33 @@ def one_engine_at_a_time():
         yield
 
 
-@pytest.fixture(scope="module")
-def llm():
-    from kvmosaic.vllm import LLM
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    """Prompts are tokens: it has no tokenizer."""
+    from tests.engines.vllm.tiny import write_tiny_llama
 
-    return LLM("smollm2-135m", enable_chunk_cache=True, **SMALL)
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma(tmp_path_factory):
+    """With sliding windows; without a tokenizer."""
+    from tests.engines.vllm.tiny import WINDOW, write_tiny_gemma
+
+    return write_tiny_gemma(tmp_path_factory.mktemp("models") / "gemma", WINDOW)
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory, smollm2_folder):
+    """SmolLM2's tokenizer, and enough layers for every policy."""
+    from tests.engines.vllm.tiny import write_tiny_text
+
+    return write_tiny_text(tmp_path_factory.mktemp("models") / "text", smollm2_folder)
 
 
 @pytest.fixture
 def passes(llm, monkeypatch):
     """Runs in each pass of the sparse forward from now on, all of them through the backend."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from tests.engines.vllm.helpers import note_passes
 
-    forward = get_kv_transfer_group().loader._forward
-    counts, compute = [], forward._forward
-
-    def counted(rows, *args, **kwargs):
-        counts.append(len(rows))
-        return compute(rows, *args, **kwargs)
-
-    monkeypatch.setattr(forward, "_forward", counted)
-    monkeypatch.setattr(forward, "_in_tiles", lambda rows: False)
-    return counts
+    return note_passes(monkeypatch)

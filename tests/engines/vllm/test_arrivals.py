@@ -4,27 +4,23 @@ import random
 
 import pytest
 import torch
-from vllm import SamplingParams
 
-from kvmosaic.engines.vllm.forward.layer_arrivals import Arrivals
-from kvmosaic.vllm import LLM
-from tests.engines.vllm.conftest import SMALL
-from tests.engines.vllm.test_engine import same
-from tests.engines.vllm.tiny import write_tiny_llama
+from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
+from tests.engines.vllm.helpers import draw, greedy, join, same, start
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs have streams beside the engine's")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs have streams beside the engine's"),
+]
 
 LATE = 20_000_000
 """Cycles of the GPU's clock, some 10 ms, by which each group of layers is late."""
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])
-def llm(tmp_path_factory, request):
-    model = write_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
-    settings = SMALL | {"dtype": "bfloat16", "enforce_eager": request.param == "eager", "skip_tokenizer_init": True}
-    return LLM(
-        model, enable_chunk_cache=True, miss_policy="fill-first", chunk_cache_gpu_memory_fraction=0.0, **settings
-    )
+def llm(tiny_llama, request):
+    settings = {"dtype": "bfloat16", "enforce_eager": request.param == "eager", "skip_tokenizer_init": True}
+    return start(tiny_llama, miss_policy="fill-first", chunk_cache_gpu_memory_fraction=0.0, **settings)
 
 
 def late(follow):
@@ -44,28 +40,22 @@ def late(follow):
 
 def ask(llm, ids, **params):
     llm.reset_prefix_cache()
-    extra = {"kv_transfer_params": params}
-    sampling = SamplingParams(
-        max_tokens=4, temperature=0, logprobs=1, ignore_eos=True, detokenize=False, extra_args=extra
-    )
+    sampling = greedy(4, logprobs=1, detokenize=False, params=params)
     return llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)[0]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.4])
 def test_late_entries_are_waited_for(llm, ratio, monkeypatch):
-    documents = [[random.randrange(10, 500) for _ in range(90)] for _ in range(6)]
+    documents = [draw(90) for _ in range(6)]
     for _ in range(3):
-        ids, boundaries = [], []
-        for part in ([5] * 20, *random.sample(documents, 6), [random.randrange(10, 500) for _ in range(9)]):
-            boundaries.append((len(ids), len(ids) + len(part)))
-            ids += part
+        ids, boundaries = join([[5] * 20, *random.sample(documents, 6), draw(9)])
         params = {"boundaries": boundaries, "recompute_ratio": ratio, "policy": "composite"}
         ask(llm, ids, **params)  # fills what is missing, and chooses
         in_time = ask(llm, ids, **params)
         with monkeypatch.context() as patch:
-            patch.setattr(Arrivals, "follow", late(Arrivals.follow))
+            patch.setattr(LayerArrivals, "follow", late(LayerArrivals.follow))
             same(ask(llm, ids, **params), in_time)
-            patch.setattr(Arrivals, "wait", lambda self, layer: None)
+            patch.setattr(LayerArrivals, "wait", lambda self, layer: None)
             with pytest.raises(AssertionError):  # or nobody would notice
                 same(ask(llm, ids, **params), in_time)
         torch.cuda.synchronize()

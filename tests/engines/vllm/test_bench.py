@@ -4,10 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from xml.dom import minidom
 
 import pytest
+from typer.testing import CliRunner
+
+from kvmosaic.bench import interference, overhead, process
+from kvmosaic.cli.main import app
+
+pytestmark = pytest.mark.engine
 
 MODEL = ("--layers", 2, "--heads", 2, "--eager")
 SMALL = ("--document-tokens", 32, "--documents", 9)
@@ -20,38 +26,50 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each command printed as JSON, and its folder. Two at a time: most of it is vLLM's start."""
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+@pytest.fixture
+def in_one_process(monkeypatch):
+    """What is measured in processes of their own is measured in this one, which has vLLM imported."""
 
-    def run(name):
-        folder = tmp_path_factory.mktemp(name)
-        command = [sys.executable, "-m", "kvmosaic.cli.main", "bench", name, *COMMANDS[name], *MODEL, "--json"]
-        done = subprocess.run(
-            list(map(str, command)),
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env={**os.environ, **cores, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]), folder
+    def run_here(module, arguments, progress):
+        measured = import_module(module).measure(**json.loads(json.dumps(arguments)))
+        return json.loads(json.dumps(measured))
 
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run, name) for name in COMMANDS}
+    for module in (process, interference, overhead):
+        monkeypatch.setattr(module, "run_apart", run_here)
 
 
-def result(results, name):
-    found, folder = results[name].result()
+def command(name):
+    return ["bench", name, *map(str, (*COMMANDS[name], *MODEL)), "--json"]
+
+
+def measure(name, tmp_path, monkeypatch):
+    """What a command prints as JSON, and its rows."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, command(name), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return complete(name, done.stdout, tmp_path)
+
+
+def complete(name, said, folder):
+    found = json.loads(said.splitlines()[-1])
     assert {"device", "python", "kvmosaic", "vllm", "torch"} == set(found["machine"])
     if "--plot" in COMMANDS[name]:
         assert minidom.parse(str(folder / "plot.svg")).getElementsByTagName("polyline")
     return found, found["rows"]
 
 
-def test_throughput(results):
-    found, rows = result(results, "throughput")
+def test_throughput(tmp_path):
+    """As users run it, with its processes."""
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmosaic.cli.main", *command("throughput")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
+    found, rows = complete("throughput", done.stdout, tmp_path)
     assert [row["rate"] for row in rows] == [2, 8]
     for row in rows:
         assert row["requests"] >= 1
@@ -68,8 +86,8 @@ def test_throughput(results):
         assert found[f"{engine}_rate_at_objective"] == max(met, default=None)
 
 
-def test_sustained(results):
-    found, rows = result(results, "sustained")
+def test_sustained(in_one_process, tmp_path, monkeypatch):
+    found, rows = measure("sustained", tmp_path, monkeypatch)
     assert [(row["batch"], row["queries"]) for row in rows] == [(1, 8), (2, 8), (3, 8)]
     for row in rows:
         assert row["speedup"] == pytest.approx(row["plain_ttft_ms"] / row["reuse_ttft_ms"])
@@ -79,8 +97,8 @@ def test_sustained(results):
     assert 0 < rows[-1]["hit_share"] < 1
 
 
-def test_interference(results):
-    found, rows = result(results, "interference")
+def test_interference(in_one_process, tmp_path, monkeypatch):
+    found, rows = measure("interference", tmp_path, monkeypatch)
     assert [row["while"] for row in rows] == ["nothing else", "prefill", "blend"]
     for row in rows:
         assert 0 < row["itl_p50_ms"] <= row["itl_p99_ms"] <= row["itl_max_ms"]
@@ -89,15 +107,15 @@ def test_interference(results):
     assert found["blend_over_prefill_p99"] == pytest.approx(rows[2]["itl_p99_ms"] / rows[1]["itl_p99_ms"])
 
 
-def test_ttft(results):
-    _, rows = result(results, "ttft")
+def test_ttft(in_one_process, tmp_path, monkeypatch):
+    _, rows = measure("ttft", tmp_path, monkeypatch)
     assert [(row["policy"], row["ratio"]) for row in rows] == [("none", 0), ("composite", 0.15)]
     for row in rows:
         assert row["speedup"] == pytest.approx(row["full_ms"] / row["reuse_ms"])
 
 
-def test_overhead(results):
-    _, rows = result(results, "overhead")
+def test_overhead(in_one_process, tmp_path, monkeypatch):
+    _, rows = measure("overhead", tmp_path, monkeypatch)
     assert [row["step"] for row in rows] == ["decode_step_ms", "prefill_ms"]
     for row in rows:
         assert row["overhead"] == pytest.approx(row["chunk_cache"] / row["plain"] - 1)

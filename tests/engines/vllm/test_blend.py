@@ -3,13 +3,26 @@
 import random
 
 import pytest
-from vllm import SamplingParams
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from transformers import AutoModelForCausalLM
 
 from kvmosaic.blend import policy_named
-from kvmosaic.engines.vllm import scheduler
 from kvmosaic.hf import LLM as HFEngine
-from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
+from tests.engines.vllm.helpers import (
+    DOCUMENTS,
+    add_cost,
+    answer,
+    answer_each,
+    block_pool,
+    chosen_last,
+    limit_runs,
+    note_loads,
+    plain,
+    prompt,
+    same,
+    start,
+)
+
+pytestmark = pytest.mark.engine
 
 ASKING = "composite(asking=1)"
 SHARED = [
@@ -25,14 +38,15 @@ SHARED = [
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2, tokenizer):
-    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
+def llm(tiny_text):
+    """Documents are in the store after the first request that has them."""
+    return start(tiny_text, miss_policy="fill-first")
 
 
-def chosen_last():
-    """What the worker's policy chose for the latest prompt."""
-    choices = get_kv_transfer_group().loader._blender._choices
-    return tuple(choices[next(reversed(choices))].positions.tolist())
+@pytest.fixture(scope="module")
+def reference(tiny_text, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
+    return HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first")
 
 
 @pytest.mark.parametrize("policy", SHARED)
@@ -54,9 +68,7 @@ def test_both_engines_choose_the_same_tokens_and_give_the_same_logits(llm, refer
 def test_ratio_one_is_a_full_prefill_with_every_policy(llm, policy):
     text = prompt(f"You are number {random.random()}.", DOCUMENTS)
     [ours], [theirs] = answer(llm, [text], recompute_ratio=1.0, policy=policy), plain(llm, [text])
-    for mine, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
-        for token in mine.keys() & other.keys():
-            assert mine[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+    same(ours, theirs, tolerance=1e-4)
 
 
 def test_the_same_request_gives_the_same_answer_whatever_was_served_before(llm):
@@ -91,8 +103,7 @@ def test_a_prompt_is_blended_as_it_was_when_vllm_kept_only_a_part_of_it(llm, pol
     [again] = answer(llm, [text], recompute_ratio=0.3, policy=policy)
     same(again, first)
     # Later blocks go first when others need room.
-    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    pool = manager.block_pool
+    pool = block_pool(llm)
     kept = 3
     hashes = list(pool.cached_block_hash_to_block._cache)[kept:]
     for block_hash in hashes:
@@ -108,7 +119,7 @@ def test_more_runs_than_a_pass_takes_come_in_several(llm, passes, monkeypatch):
     [first] = answer(llm, [text], recompute_ratio=0.3, policy="random")
     llm.reset_prefix_cache()
     passes.clear()
-    monkeypatch.setattr(get_kv_transfer_group().loader._forward, "_most_rows", 7)
+    limit_runs(monkeypatch, 7)
     [again] = answer(llm, [text], recompute_ratio=0.3, policy="random")
     same(again, first)
     assert max(passes) == 7
@@ -129,34 +140,18 @@ def test_requests_that_share_a_new_system_prompt_in_one_step(llm):
         same(ours, single)
 
 
-def answer_each(llm, texts, parameters):
-    sampling = [
-        SamplingParams(
-            max_tokens=10, temperature=0, logprobs=1, ignore_eos=True, extra_args={"kv_transfer_params": each}
-        )
-        for each in parameters
-    ]
-    return llm.generate(texts, sampling, use_tqdm=False)
-
-
 def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
     """Requests beyond the bound wait for the next steps; their answers are the same."""
     texts = [prompt(f"Bound {random.random()}.", random.sample(DOCUMENTS, 3)) for _ in range(5)]
     expected = [answer(llm, [text], recompute_ratio=0.5)[0] for text in texts]
-    loads = []
-    worker = get_kv_transfer_group().loader
-    load = worker.load
-    monkeypatch.setattr(worker, "load", lambda batch: (loads.append(len(batch)), load(batch)))
-    original = scheduler.ChunkScheduler._cost
-    monkeypatch.setattr(
-        scheduler.ChunkScheduler, "_cost", lambda self, plan, local: original(self, plan, local) + 10**6
-    )
-    llm.reset_prefix_cache()
-    for ours, single in zip(answer(llm, texts, recompute_ratio=0.5), expected, strict=True):
-        same(ours, single)
+    loads = note_loads(monkeypatch)
+    with monkeypatch.context() as patch:
+        add_cost(patch, llm, 10**6)
+        llm.reset_prefix_cache()
+        for ours, single in zip(answer(llm, texts, recompute_ratio=0.5), expected, strict=True):
+            same(ours, single)
     assert loads
     assert set(loads) == {1}
-    monkeypatch.setattr(scheduler.ChunkScheduler, "_cost", original)
     loads.clear()
     llm.reset_prefix_cache()
     answer(llm, texts, recompute_ratio=0.5)
@@ -166,7 +161,7 @@ def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
 @pytest.mark.parametrize(
     "policy",
     [
-        "kv-deviation(layers=1+8)",
+        "kv-deviation(layers=1+3)",
         "kv-deviation(layers=999)",
         "nonsense",
         "sink-link(k=-1)",

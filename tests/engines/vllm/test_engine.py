@@ -6,47 +6,33 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from kvmosaic.engines.vllm.telemetry.cost import ENOUGH
 from kvmosaic.hf import LLM as HFEngine
+from tests.engines.vllm.helpers import (
+    DOCUMENTS,
+    answer,
+    answer_each,
+    learnt_costs,
+    plain,
+    prompt,
+    same,
+    start,
+    statuses,
+)
 
-SEPARATOR = " # # "
-DOCUMENTS = [
-    "The ferry Cormorant connects Port Almery with Sill Island four times a day; the first boat leaves at 6:40.",
-    "The Old Kiln Bakery on Lantern Street is owned by Tomas Reed, who learned the trade from his aunt.",
-    "The library is closed on Mondays. Its head librarian is Miriam Okafor, who came eleven years ago.",
-    "Stormcap is a blue goat cheese that ripens for five months in a cave behind the quarry.",
-]
-
-
-def prompt(system, documents, question="Tell me about it. It is"):
-    return SEPARATOR.join([system, *documents, question])
-
-
-def answer(llm, texts, **params):
-    sampling = SamplingParams(
-        max_tokens=10,
-        temperature=0,
-        logprobs=1,
-        ignore_eos=True,
-        extra_args={"kv_transfer_params": params} if params else None,
-    )
-    return llm.generate(texts, sampling, use_tqdm=False)
+pytestmark = pytest.mark.engine
 
 
-def plain(llm, texts):
-    return answer(llm, texts, chunk_cache=False)
-
-
-def same(ours, theirs):
-    assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
-    for mine, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
-        for token in mine.keys() & other.keys():
-            assert mine[token].logprob == pytest.approx(other[token].logprob, abs=1e-3)
+@pytest.fixture(scope="module")
+def llm():
+    """Documents are in the store after the first request that has them."""
+    return start("smollm2-135m", miss_policy="fill-first")
 
 
 @pytest.fixture(scope="module")
 def reference(smollm2, tokenizer):
     """The embedded engine, which defines what reuse gives."""
-    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
+    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True, miss_policy="fill-first")
 
 
 def test_ratio_one_is_plain_vllm(llm):
@@ -137,9 +123,9 @@ def test_a_chunk_is_missing_in_the_middle(llm):
     new = f"A document about the number {random.random()} and nothing else."
     documents = [DOCUMENTS[0], new, DOCUMENTS[2]]
     [first] = answer(llm, [prompt("Two, a longer one.", documents)], report=True)
-    assert [chunk["status"] for chunk in first.kv_transfer_params["chunks"]] == ["cached", "filled", "cached"]
+    assert statuses(first) == ["cached", "filled", "cached"]
     [second] = answer(llm, [prompt("Three!", documents)], report=True)
-    assert {chunk["status"] for chunk in second.kv_transfer_params["chunks"]} == {"cached"}
+    assert set(statuses(second)) == {"cached"}
     assert second.num_cached_tokens > first.num_cached_tokens
 
 
@@ -147,15 +133,9 @@ def test_a_system_prompt_that_another_request_computes_in_the_same_step(llm):
     """vLLM's prefix cache hands out blocks before the forward that fills them; ours runs before that forward."""
     system = f"You are number {random.random()}. " + "Answer with care and in few words, as always. " * 8
     text = prompt(system, DOCUMENTS)
-    plain_params, ours = (
-        SamplingParams(
-            max_tokens=10, temperature=0, logprobs=1, ignore_eos=True, extra_args={"kv_transfer_params": p}
-        )
-        for p in ({"chunk_cache": False}, {"recompute_ratio": 1.0})
-    )
     other = system + " What is the capital of France? It is"
     plain(llm, ["With the first step of all, workers tell the scheduler what they have. It is"])
-    [_, together] = llm.generate([other, text], [plain_params, ours], use_tqdm=False)
+    [_, together] = answer_each(llm, [other, text], [{"chunk_cache": False}, {"recompute_ratio": 1.0}])
     [alone] = plain(llm, [text])
     same(together, alone)
     [first] = answer(llm, [prompt(system, DOCUMENTS[:2])])
@@ -167,12 +147,12 @@ def test_cache_salts_are_kept_apart(llm):
     text = prompt("You are helpful.", DOCUMENTS)
     answer(llm, [text])
     salted = {"prompt": text, "cache_salt": f"{random.random()}"}
-    statuses = []
+    seen = []
     for _ in range(2):
         llm.reset_prefix_cache()
         [output] = answer(llm, [salted], report=True)
-        statuses.append({chunk["status"] for chunk in output.kv_transfer_params["chunks"]})
-    assert statuses == [{"filled"}, {"cached"}]
+        seen.append(set(statuses(output)))
+    assert seen == [{"filled"}, {"cached"}]
 
 
 def test_resetting_the_cache_forgets_chunks(llm):
@@ -182,7 +162,7 @@ def test_resetting_the_cache_forgets_chunks(llm):
     before = llm.get_stats()
     [output] = answer(llm, [text], report=True)
     after = llm.get_stats()
-    assert {chunk["status"] for chunk in output.kv_transfer_params["chunks"]} == {"filled"}
+    assert set(statuses(output)) == {"filled"}
     assert after["cache_misses"] - before["cache_misses"] == len(DOCUMENTS)
 
 
@@ -202,3 +182,12 @@ def test_bad_request_parameters_fall_back_to_plain(llm, caplog):
     [ours] = answer(llm, [text], recompute_ratio=7)
     [theirs] = plain(llm, [text])
     same(ours, theirs)
+
+
+def test_predicted_times_come_from_measured_ones(llm):
+    """Moving KV is cheaper than computing it, in a model of some size."""
+    for _ in range(1 + ENOUGH):  # the first may fill them
+        answer(llm, [prompt(f"Warm {random.random()}.", DOCUMENTS[:3])])
+    lines = learnt_costs(llm)
+    assert 0 < lines["blend"].seconds(100) < 60
+    assert 0 < lines["remap"].seconds(100) < lines["blend"].seconds(100)

@@ -16,14 +16,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.remote.resp import Connection
+from tests.engines.vllm.helpers import PART, ROOT, ask, store
+from tests.engines.vllm.processes import EngineApart
 from tests.engines.vllm.stalling_link import StallingLink
-from tests.engines.vllm.test_tensor_parallel import ROOT
-from tests.engines.vllm.tiny import _write
+from tests.engines.vllm.tiny import write_model
 from tests.store.remote_servers import Mooncake, Valkey
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.engine
 
-PART, PARTS = 256, 6
+PARTS = 6
 LAYERS, HEADS, HEAD_DIM = 8, 8, 128
 ENTRY_BYTES = LAYERS * 2 * HEADS * PART * HEAD_DIM * 4
 """16 MiB: a transfer takes long enough to be hit."""
@@ -46,42 +47,34 @@ def model(tmp_path_factory):
         bos_token_id=1,
         eos_token_id=2,
     )
-    return _write(tmp_path_factory.mktemp("model") / "llama", LlamaForCausalLM(config))
+    return write_model(tmp_path_factory.mktemp("model") / "llama", LlamaForCausalLM(config))
 
 
-class Engine:
-    """An engine in a process of its own."""
+def asked(llm, prompt, salt):
+    """The answer's tokens, how many of the prompt's were cached, failed writes. By then all is in the pool, and
+    vLLM's own prefix cache is empty again."""
+    [output] = ask(llm, prompt, salt=salt)
+    ask(llm, [15, 16, 17])  # with its step the last parts are stored
+    assert llm.reset_prefix_cache()
+    store().flush()
+    return {
+        "tokens": list(output.outputs[0].token_ids),
+        "cached": output.num_cached_tokens,
+        "write_errors": store().get_stats()["write_errors"],
+    }
+
+
+class Engine(EngineApart):
+    """An engine, to be killed."""
 
     def __init__(self, model: str, **settings) -> None:
-        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-        command = [sys.executable, "-m", "tests.engines.vllm.crash_engine", model, json.dumps(settings)]
-        self._log = Path(model).parent / "engine.log"
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=log, text=True, **pipes)
-        self._line("READY")
+        super().__init__(model, prefix_blocks=True, skip_tokenizer_init=True, **settings)
 
-    def send(self, prompt, salt=None) -> None:
-        self.process.stdin.write(json.dumps([prompt, salt]) + "\n")
-        self.process.stdin.flush()
+    def begin(self, prompt, salt=None) -> None:
+        self.send(asked, prompt, salt)
 
     def ask(self, prompt, salt=None):
-        self.send(prompt, salt)
-        return json.loads(self._line("SAID"))
-
-    def kill(self) -> None:
-        self.process.kill()
-        assert self.process.wait(60) == -signal.SIGKILL
-
-    def stop(self) -> None:
-        self.process.stdin.close()
-        assert self.process.wait(60) == 0
-
-    def _line(self, word: str) -> str:
-        for line in self.process.stdout:
-            if line.startswith(word):
-                return line.removeprefix(word)
-        raise AssertionError(self._log.read_text()[-3000:])
+        return self.call(asked, prompt, salt)
 
 
 def draw(seed):
@@ -101,7 +94,7 @@ def verify(*where: str) -> int:
 def until(condition, process):
     """What ``condition`` finds; it may last milliseconds only."""
     while (found := condition()) is None:
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.0005)
     return found
 
@@ -137,11 +130,11 @@ def stopped_while(condition, process):
 
     if condition() is None:
         return None
-    process.send_signal(signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     until(is_stopped, process)
     if found := condition():
         return found
-    process.send_signal(signal.SIGCONT)
+    os.kill(process.pid, signal.SIGCONT)
     return None
 
 
@@ -161,7 +154,7 @@ def test_engines_that_share_a_directory(model, tmp_path):
     settings, where = {"disk_path": str(tmp_path), "host_memory": FEW}, ("--path", str(tmp_path))
     writer = Engine(model, **settings)
     for seed in range(3):
-        writer.send(draw(seed))
+        writer.begin(draw(seed))
     left = until(lambda: stopped_while(lambda: half_written(tmp_path), writer.process), writer.process)
     writer.kill()
     assert half_written(tmp_path) == left
@@ -170,7 +163,7 @@ def test_engines_that_share_a_directory(model, tmp_path):
     reader = Engine(model, **settings)
     plain = served(reader)
     for _ in range(9):
-        reader.send(draw(0))
+        reader.begin(draw(0))
     until(lambda: stopped_while(lambda: entry_opened(reader.process), reader.process), reader.process)
     reader.kill()
     assert verify(*where) >= PARTS
@@ -209,10 +202,10 @@ def test_engines_that_share_holders(model, tmp_path):
     try:
         writer = Engine(model, **settings)
         for seed in range(3):
-            writer.send(draw(seed))
+            writer.begin(draw(seed))
         until(lambda: next(client.scan(""), None), writer.process)
         holder.pause()
-        until(lambda: sent_unread(writer.process.pid, holder.pid), writer.process)
+        until(lambda: sent_unread(writer.pid, holder.pid), writer.process)
         writer.kill()
         holder.resume()
         whole = verify(*where)
@@ -221,8 +214,8 @@ def test_engines_that_share_holders(model, tmp_path):
         plain = served(reader)
         assert verify(*where) >= max(whole, PARTS)
         holder.pause()
-        reader.send(draw(0))
-        until(lambda: sent_unread(reader.process.pid, holder.pid), reader.process)
+        reader.begin(draw(0))
+        until(lambda: sent_unread(reader.pid, holder.pid), reader.process)
         reader.kill()
         holder.resume()
         assert verify(*where) >= PARTS
@@ -251,7 +244,7 @@ def test_engines_that_share_a_server(model, tmp_path):
     try:
         writer = Engine(model, **settings, host_memory=FEW)
         link.stall("up", after=ENTRY_BYTES * 3 // 2)  # one entry, and half the heads of another
-        writer.send(draw(0))
+        writer.begin(draw(0))
         assert link.stalled.wait(200)
         writer.kill()
         link.cut()
@@ -260,7 +253,7 @@ def test_engines_that_share_a_server(model, tmp_path):
         reader = Engine(model, **settings, host_memory=FEW)
         plain = served(reader)
         link.stall("down", after=ENTRY_BYTES // 2)
-        reader.send(draw(0))
+        reader.begin(draw(0))
         assert link.stalled.wait(200)
         reader.kill()
         link.cut()

@@ -1,35 +1,31 @@
 """Stored-block events as a router gets them, beside vLLM's own for the same prompts."""
 
-import random
-
 import msgspec
 import pytest
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.engines.vllm.scheduler_side.prefix_events import MEDIUM
-from tests.engines.vllm.conftest import SMALL
-from tests.engines.vllm.test_prefix_blocks import ask
-from tests.engines.vllm.tiny import write_tiny_gemma, write_tiny_llama
+from tests.engines.vllm.helpers import PART, SMALL, ask, draw, start, store
+from tests.engines.vllm.tiny import WINDOW
 from tests.store.remote_servers import free_port
 
-BLOCK, PART, WINDOW, TAIL = 32, 256, 60, 64
+pytestmark = pytest.mark.engine
+
+BLOCK, TAIL = SMALL["block_size"], 64
 
 
 class Router:
     """An engine and what it publishes."""
 
     def __init__(self, model: str, **settings) -> None:
-        from kvmosaic.vllm import LLM
-
         address = f"tcp://127.0.0.1:{free_port()}"
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.subscribe("")
         self._socket.bind(address)  # the engine connects
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": address}
         fixed = {"prefix_blocks": True, "skip_tokenizer_init": True}
-        self.llm = LLM(model, enable_chunk_cache=True, kv_events_config=events, **SMALL | fixed | settings)
+        self.llm = start(model, kv_events_config=events, **fixed | settings)
         while not self._socket.poll(300):  # it takes a moment until the two are connected
             ask(self.llm, draw(BLOCK + 1))
         self.ask(draw(5))
@@ -55,10 +51,6 @@ class Router:
         """Empty the store, too."""
         assert self.llm.llm_engine.reset_prefix_cache(reset_connector=True)
         return self.ask(draw(5))
-
-
-def draw(count):
-    return [random.randrange(10, 500) for _ in range(count)]
 
 
 def ours(events, kind=BlockStored, group=0):
@@ -88,13 +80,8 @@ def names(events):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture(scope="module")
-def router(model):
-    return Router(model, host_memory="8MB", miss_policy="background")
+def router(tiny_llama):
+    return Router(tiny_llama, host_memory="8MB")
 
 
 def test_events_are_those_of_vllm_for_what_is_stored(router):
@@ -140,23 +127,22 @@ def test_what_the_store_drops_is_taken_back(router):
         assert there.isdisjoint(added)
         assert there.issuperset(gone)
         there, dropped = there.union(added).difference(gone), dropped + len(gone)
-        held = get_kv_transfer_group().loader.cache.store.get_stats()["total_chunks"]
+        held = store().get_stats()["total_chunks"]
         assert len(there) == held * PART // BLOCK
     assert dropped > 0
     assert set(names(ours(router.empty(), BlockRemoved))) == there
 
 
-def test_what_another_engine_stored_is_announced_when_it_is_found(model, tmp_path):
+def test_what_another_engine_stored_is_announced_when_it_is_found(tiny_llama, tmp_path):
     prompt = draw(2 * PART + 1)
-    first = Router(model, disk_path=str(tmp_path))
+    first = Router(tiny_llama, disk_path=str(tmp_path))
     said = ours(first.ask(prompt))
-    first.llm.llm_engine.engine_core.shutdown()
-    second = Router(model, disk_path=str(tmp_path))
+    second = Router(tiny_llama, disk_path=str(tmp_path))
     assert ours(second.ask(prompt)) == said
 
 
-def test_windowed_layers_claim_only_the_tail(tmp_path):
-    router = Router(write_tiny_gemma(tmp_path / "gemma", WINDOW))
+def test_windowed_layers_claim_only_the_tail(tiny_gemma):
+    router = Router(tiny_gemma)
     prompt = draw(2 * PART + 40)
     events = router.ask(prompt)
     known = blocks(theirs(events))

@@ -1,26 +1,12 @@
 """A pool that other engines write to while this one runs: it finds what it never heard of."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.engines.vllm.test_engine import DOCUMENTS, prompt
-from tests.engines.vllm.test_prefix_blocks import PART, ask, draw, start
+from tests.engines.vllm.helpers import DOCUMENTS, PART, ask, draw, forget, prompt, report, start
+from tests.engines.vllm.processes import EngineApart
 from tests.store.remote_servers import Valkey
 
-WRITER = """
-import json, sys
-from tests.engines.vllm.test_prefix_blocks import ask, draw, forget, start
-llm = start(remote=sys.argv[1], miss_policy="fill-first")
-tokens = draw(808)
-[output] = ask(llm, tokens)
-ask(llm, llm.get_tokenizer().encode(sys.argv[2]))
-forget(llm)
-llm.llm_engine.engine_core.shutdown()
-print(json.dumps({"tokens": tokens, "answer": list(output.outputs[0].token_ids)}))
-"""
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +17,8 @@ def pool(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(pool):
-    return start(remote=pool.url, miss_policy="background")
+def llm(pool, tiny_text):
+    return start(tiny_text, prefix_blocks=True, remote=pool.url)
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +27,28 @@ def text():
 
 
 @pytest.fixture(scope="module")
-def written(llm, pool, text):
-    """What another engine stored after ours had started and served its first request."""
+def written(llm, pool, text, tiny_text):
+    """What another engine stored after ours had started and served its first request: a prompt's tokens and its
+    answer, and the documents of a text."""
     ask(llm, draw(5))
-    run = subprocess.run([sys.executable, "-c", WRITER, pool.url, text], capture_output=True, text=True, timeout=400)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    tokens = draw(808)
+    with EngineApart(tiny_text, prefix_blocks=True, remote=pool.url, miss_policy="fill-first") as other:
+        [output] = other.call(ask, tokens)
+        other.call(ask, llm.get_tokenizer().encode(text))
+        other.call(forget)
+    return tokens, output.outputs[0].token_ids
 
 
 def test_documents_that_another_engine_filled_meanwhile(llm, written, text):
     [output] = ask(llm, llm.get_tokenizer().encode(text), report=True)
-    chunks = output.kv_transfer_params["chunks"]
-    assert {(chunk["status"], chunk["tier"]) for chunk in chunks} == {("cached", "remote")}
+    assert {(chunk["status"], chunk["tier"]) for chunk in report(output)["chunks"]} == {("cached", "remote")}
 
 
 def test_prefixes_that_another_engine_computed_meanwhile(llm, written):
-    [output] = ask(llm, written["tokens"])
+    tokens, expected = written
+    [output] = ask(llm, tokens)
     assert output.num_cached_tokens == 3 * PART
-    assert list(output.outputs[0].token_ids) == written["answer"]
+    assert output.outputs[0].token_ids == expected
 
 
 def test_a_pool_that_dies_costs_an_answer_nothing_but_a_moment(llm, pool, written):
@@ -69,4 +59,4 @@ def test_a_pool_that_dies_costs_an_answer_nothing_but_a_moment(llm, pool, writte
     [new] = ask(
         llm, llm.get_tokenizer().encode(prompt("You are helpful.", [f"New: {d}" for d in DOCUMENTS])), report=True
     )
-    assert new.kv_transfer_params == {"mode": "plain", "fallback_reason": "cost"}
+    assert report(new) == {"mode": "plain", "fallback_reason": "cost"}

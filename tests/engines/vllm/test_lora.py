@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from kvmosaic.vllm import LLM
-from tests.engines.vllm.conftest import SMALL
-from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
+from tests.engines.vllm.helpers import DOCUMENTS, answer, greedy, plain, prompt, same, start
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's GPU kernels have no float32 adapters")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's GPU kernels have no float32 adapters"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,22 +23,20 @@ def adapter(tmp_path_factory):
     weights = {}
     for layer in range(4):
         name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(8, 576, generator=chance)
-        weights[f"{name}.lora_B.weight"] = torch.randn(192, 8, generator=chance)
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, 256, generator=chance)
+        weights[f"{name}.lora_B.weight"] = torch.randn(128, 8, generator=chance)
     save_file(weights, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["v_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return LoRARequest("changed", 1, str(folder))
 
 
-def test_adapters_fall_back_and_the_others_reuse(adapter):
-    llm = LLM("smollm2-135m", enable_chunk_cache=True, enable_lora=True, max_lora_rank=8, **SMALL)
+def test_adapters_fall_back_and_the_others_reuse(adapter, tiny_text):
+    llm = start(tiny_text, miss_policy="fill-first", enable_lora=True, max_lora_rank=8)
     text = prompt("You are helpful.", DOCUMENTS)
 
     def adapted(**params):
-        sampling = SamplingParams(
-            max_tokens=10, temperature=0, logprobs=1, ignore_eos=True, extra_args={"kv_transfer_params": params}
-        )
+        sampling = greedy(10, logprobs=1, params=params)
         return llm.generate([text], sampling, lora_request=adapter, use_tqdm=False)[0]
 
     [base] = plain(llm, [text])

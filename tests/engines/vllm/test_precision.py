@@ -3,18 +3,17 @@
 import pytest
 from vllm import SamplingParams
 
-from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.half import half_precision
-from tests.engines.vllm.test_engine import DOCUMENTS, prompt
+from tests.engines.vllm.helpers import DOCUMENTS, prompt, start
 from tests.half_precision import VLLM_HALF
+
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
 def llm():
-    from kvmosaic.vllm import LLM
-
     with half_precision():
-        yield LLM("smollm2-135m", enable_chunk_cache=True, **SMALL | {"dtype": VLLM_HALF})
+        yield start("smollm2-135m", miss_policy="fill-first", dtype=VLLM_HALF)
 
 
 def first_token(llm, text, **params):

@@ -4,8 +4,9 @@ import pytest
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.vllm import LLM
-from tests.engines.vllm.conftest import SMALL
-from tests.engines.vllm.tiny import write_tiny_llama
+from tests.engines.vllm.helpers import SMALL, start
+
+pytestmark = pytest.mark.engine
 
 
 def test_pipeline_parallel():
@@ -14,28 +15,25 @@ def test_pipeline_parallel():
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_chunk_cache_nothing_is_refused(tmp_path):
-    llm = LLM(write_tiny_llama(tmp_path), skip_tokenizer_init=True, **SMALL)
+def test_without_the_chunk_cache_nothing_is_refused(tiny_llama):
+    llm = LLM(tiny_llama, skip_tokenizer_init=True, **SMALL)
     with pytest.raises(ConfigError, match="enable_chunk_cache=True"):
         llm.get_stats()
 
 
-def test_rotary_positions_that_cannot_move(tmp_path):
+def test_rotary_positions_that_cannot_move(tiny_llama, monkeypatch):
     """Found out by measuring: keys that do not turn with their position."""
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     def mirrored(self, positions, query, key=None, *rest):
         query, key = original(self, positions, query, key, *rest)
         return query, None if key is None else key * (1 + positions[:, None].to(key.dtype))
 
-    folder = write_tiny_llama(tmp_path)
-    patch = pytest.MonkeyPatch()
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # or later engines of this process would get these
     original = RotaryEmbedding.forward_native
     for name in ("forward_native", "forward_cpu"):
         if hasattr(RotaryEmbedding, name):
-            patch.setattr(RotaryEmbedding, name, mirrored)
-    try:
-        with pytest.raises(Exception, match="do not move with position like rotary ones"):
-            LLM(folder, enable_chunk_cache=True, skip_tokenizer_init=True, **SMALL)
-    finally:
-        patch.undo()
+            monkeypatch.setattr(RotaryEmbedding, name, mirrored)
+    with pytest.raises(Exception, match="do not move with position like rotary ones"):
+        start(tiny_llama, skip_tokenizer_init=True)

@@ -1,16 +1,22 @@
 """Many requests at once in an engine with little room: small steps, few blocks, preemptions, aborts."""
 
-import json
 import random
-import subprocess
-import sys
 
 import pytest
-from vllm import SamplingParams
 
-from kvmosaic.vllm import LLM
-from tests.engines.vllm.conftest import SMALL
-from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
+from tests.engines.vllm.helpers import (
+    DOCUMENTS,
+    answer,
+    greedy,
+    is_idle,
+    plain,
+    prompt,
+    same,
+    start,
+)
+from tests.engines.vllm.processes import EngineApart
+
+pytestmark = pytest.mark.engine
 
 BLOCKS = 26
 """Of 32 tokens each: four of the requests below do not fit together."""
@@ -19,20 +25,9 @@ LENGTH = 80
 
 
 @pytest.fixture(scope="module")
-def cramped():
-    return LLM(
-        "smollm2-135m",
-        enable_chunk_cache=True,
-        **SMALL | {"max_model_len": 512},
-        num_gpu_blocks_override=BLOCKS,
-        max_num_batched_tokens=64,
-        max_num_seqs=6,
-    )
-
-
-def sampling(**params):
-    extra = {"kv_transfer_params": params} if params else None
-    return SamplingParams(max_tokens=LENGTH, temperature=0, logprobs=1, ignore_eos=True, extra_args=extra)
+def cramped(tiny_text):
+    little = {"num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    return start(tiny_text, miss_policy="fill-first", max_model_len=512, **little)
 
 
 def preemptions(llm):
@@ -43,7 +38,7 @@ def run_together(llm, requests, aborted):
     """Add all requests, abort some on the way, return the finished outputs by request id."""
     engine = llm.llm_engine
     for name, (text, params) in requests.items():
-        engine.add_request(name, text, sampling(**params))
+        engine.add_request(name, text, greedy(LENGTH, logprobs=1, params=params))
     outputs, steps = {}, 0
     while engine.has_unfinished_requests():
         steps += 1
@@ -76,8 +71,7 @@ def test_every_answer_equals_its_single_request_answer(cramped):
             same(outputs[name], alone[name.removeprefix(f"{turn}-")])
     assert preemptions(cramped) > before, "the engine has too much room for this test"
     assert cramped.get_stats()["pinned"] == 0
-    core = cramped.llm_engine.engine_core.engine_core
-    assert not core.scheduler.connector.scheduler._plans, "a plan outlived its request"
+    assert is_idle(cramped), "something outlived its request"
 
 
 def test_a_chunk_larger_than_a_step(cramped):
@@ -97,35 +91,13 @@ def test_a_prompt_beyond_the_models_length_is_refused_and_the_engine_goes_on(cra
     same(answer(cramped, [text], recompute_ratio=1.0)[0], plain(cramped, [text])[0])
 
 
-FRESH_ENGINE = """
-import json, sys
-from vllm import LLM, SamplingParams
-request = json.load(sys.stdin)
-llm = LLM(request["model"], **request["options"])
-sampling = SamplingParams(max_tokens=10, temperature=0, logprobs=1, ignore_eos=True)
-answers = []
-for text in request["texts"]:
-    [output] = llm.generate([text], sampling, use_tqdm=False)
-    steps = [{token: seen.logprob for token, seen in step.items()} for step in output.outputs[0].logprobs]
-    answers.append([list(output.outputs[0].token_ids), steps])
-print("ANSWERS " + json.dumps(answers))
-"""
-
-
-def test_plain_requests_get_what_a_fresh_engine_gives(cramped, smollm2_folder):
+def test_plain_requests_get_what_a_fresh_engine_gives(cramped, tiny_text):
     """After all this, and with prefix caching on: the same tokens as an engine that never heard of chunks."""
     texts = [prompt("You are helpful.", DOCUMENTS[:3]), "A plain question, 4: is", prompt("Be brief.", DOCUMENTS[1:])]
     for text in texts:
         answer(cramped, [text])
-    ours = [plain(cramped, [text])[0].outputs[0] for text in texts]
-    request = {"model": str(smollm2_folder), "options": SMALL | {"max_model_len": 512}, "texts": texts}
-    run = subprocess.run(
-        [sys.executable, "-c", FRESH_ENGINE], input=json.dumps(request), capture_output=True, text=True, timeout=400
-    )
-    [line] = [line for line in run.stdout.splitlines() if line.startswith("ANSWERS ")] or [run.stderr[-3000:]]
-    for mine, (tokens, logprobs) in zip(ours, json.loads(line.removeprefix("ANSWERS ")), strict=True):
-        assert list(mine.token_ids) == tokens
-        for step, theirs in zip(mine.logprobs, logprobs, strict=True):
-            for token, logprob in theirs.items():
-                if int(token) in step:
-                    assert step[int(token)].logprob == pytest.approx(logprob, abs=1e-3)
+    ours = [plain(cramped, [text])[0] for text in texts]
+    with EngineApart(tiny_text, with_cache=False, max_model_len=512) as fresh:
+        for text, mine in zip(texts, ours, strict=True):
+            [theirs] = fresh.call(answer, [text])
+            same(mine, theirs)

@@ -7,29 +7,24 @@ import torch
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
 
-import kvmosaic.engines.vllm.connector as connector
-import kvmosaic.engines.vllm.forward.sparse as sparse
+import kvmosaic.engines.vllm.forward.metadata as metadata
 import kvmosaic.engines.vllm.paged.by_backend as backend_blocks
 import kvmosaic.engines.vllm.paged.by_kernel as kernel_blocks
+import kvmosaic.engines.vllm.worker_side.side as side
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
-from tests.engines.vllm.conftest import SMALL
 from tests.engines.vllm.half import half_precision
-from tests.engines.vllm.test_engine import DOCUMENTS, prompt
+from tests.engines.vllm.helpers import DOCUMENTS, model_config, prompt, start, worker_side
 from tests.half_precision import VLLM_HALF
+
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
 def loud(monkeypatch):
     """What the connector says as an error; vLLM's loggers hand nothing on to pytest."""
     lines = []
-    monkeypatch.setattr(connector.logger, "error", lambda line, *args: lines.append(line % args))
+    monkeypatch.setattr(side.logger, "error", lambda line, *args: lines.append(line % args))
     return lines
-
-
-def start(model="smollm2-135m", **settings):
-    from kvmosaic.vllm import LLM
-
-    return LLM(model, enable_chunk_cache=True, **SMALL | settings)
 
 
 def keys_not_turned(patch):
@@ -49,12 +44,12 @@ def first_tokens_left_out(patch):
         def without_them(self, moves, row, first):
             place(self, moves, row, first)
             entry, at = moves[0]
-            forward = self._forward
-            slots = forward.slots(torch.arange(at, at + 4, device=forward.device), row)
-            for layer in forward.layers:
+            kv = self._forward.kv
+            slots = kv.slots(torch.arange(at, at + 4, device=kv.device), row)
+            for layer in kv.layers:
                 shape = (4, layer.num_kv_heads, layer.head_size)
-                nothing = torch.zeros(shape, dtype=entry.format.dtype, device=forward.device)
-                forward.write(layer, nothing, nothing, slots)
+                nothing = torch.zeros(shape, dtype=entry.format.dtype, device=kv.device)
+                kv.write(layer, nothing, nothing, slots)
 
         return without_them
 
@@ -68,13 +63,13 @@ def future_in_sight(patch):
     def longest(**inputs):
         return build(**inputs | {"seq_lens": torch.full_like(inputs["seq_lens"], inputs["max_seq_len"])})
 
-    build = sparse.build_attn_metadata
-    patch.setattr(sparse, "build_attn_metadata", longest)
+    build = metadata.build_attn_metadata
+    patch.setattr(metadata, "build_attn_metadata", longest)
 
 
-def test_broken_reuse_is_refused_and_the_service_goes_on(loud, monkeypatch):
+def test_broken_reuse_is_refused_and_the_service_goes_on(loud, monkeypatch, tiny_text):
     keys_not_turned(monkeypatch)
-    llm = start()
+    llm = start(tiny_text)
     [line] = loud
     assert "the chunk cache is off" in line
     assert "self-test failed" in line
@@ -106,19 +101,15 @@ def dtype(request):
 
 
 def test_real_weights_pass_and_breaks_do_not(dtype, loud):
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    llm = start(dtype=dtype)
+    llm = start("smollm2-135m", dtype=dtype)
     assert loud == []
     stats = llm.get_stats()
     assert stats["off_reason"] is None
     assert stats["total_chunks"] == stats["cache_hits"] == stats["cache_misses"] == 0
-    side = get_kv_transfer_group()
-    loader = side.loader
-    model = side._vllm_config.model_config
+    worker, model = worker_side(), model_config()
 
     def tried(sink, context="alone"):
-        return self_test(model, sink, context, loader._forward, loader._blocks, loader._ranks)
+        return self_test(model, sink, context, worker.forward, worker.paged, worker.ranks)
 
     for sink, context in (((), "alone"), ((1,), "alone"), (tuple(range(100, 160)), "alone"), ((), "system")):
         assert tried(sink, context) is None
@@ -129,6 +120,7 @@ def test_real_weights_pass_and_breaks_do_not(dtype, loud):
     assert tried((1,)) is None
 
 
+@pytest.mark.long
 def test_gemma_passes(loud):
     # Its sliding layers take the backend's smallest block whatever is asked for; with another one for the full layers
     # vLLM does not start a model whose layers share their blocks.

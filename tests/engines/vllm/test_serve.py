@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import pytest
 from openai import OpenAI
 
-from tests.engines.vllm.test_engine import DOCUMENTS, prompt
+from tests.engines.vllm.helpers import DOCUMENTS, prompt
+
+pytestmark = pytest.mark.engine
 
 OPTIONS = "--dtype float32 --enforce-eager --enable-prompt-tokens-details --max-model-len"
 
@@ -157,6 +159,7 @@ def test_ratio_one_is_plain_vllm(client):
     assert exact.logprobs.token_logprobs == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
 
 
+@pytest.mark.long
 def test_a_model_with_sliding_windows(tmp_path):
     """Of documents longer than the window, what is stored is less than all, and serves them in any order."""
     documents = [

@@ -1,102 +1,152 @@
 """Engines of different tensor-parallel sizes, for real, that serve one another's documents from a shared pool."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvmosaic.store.tiers.remote import open_remote_tier
-from tests.engines.vllm.test_tensor_parallel import ROOT, TWO_CORES
+from tests.engines.vllm.helpers import (
+    PART,
+    draw,
+    forget,
+    forget_fast_copies,
+    greedy,
+    join,
+    report,
+    start,
+    store,
+    worker_side,
+)
+from tests.engines.vllm.processes import EngineApart
 from tests.engines.vllm.tiny import write_tiny_llama
 from tests.store.remote_servers import Mooncake, Valkey
 
 pytestmark = [
+    pytest.mark.engine,
     pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU"),
-    pytest.mark.timeout(1800),  # engines are started one after the other, and one takes minutes on a busy machine
 ]
 
-FILLED = [["filled", None]] * 5
-FROM_POOL = [["cached", "remote"]] * 5
+SETTINGS = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model_len": 1024}
+FILLED = [("filled", None)] * 5
+FROM_POOL = [("cached", "remote")] * 5
+OPENING, ANSWER = 280, 250
+"""Tokens of a conversation's first prompt and of the answer to it: together more than two parts."""
 
 
-def run(model, ranks, url, *sets, conversations=None):
-    """What an engine in a process of its own makes of these sets of documents, and of conversations."""
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the program sends its workers a function
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        **(TWO_CORES if ranks > 1 else {}),
-    }
-    program = [sys.executable, str(Path(__file__).with_name("shared_pool.py")), model, str(ranks), url]
-    done = subprocess.run(
-        [*program, ",".join(map(str, sets)), json.dumps(conversations or {})],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
+def pooled(url: str) -> dict[str, Any]:
+    return {**SETTINGS, "remote": url, "per_head_storage": True, "remote_deadline_ms": 10_000, "prefix_blocks": True}
+
+
+def ask_twice(llm: Any, documents: list[list[int]]) -> tuple[list[list[int]], list[tuple[str, str | None]]]:
+    """Answers to two prompts that have the documents in different orders, and what became of each in the first."""
+    answers, fates = [], []
+    for system, order in ((12, (0, 1, 2, 3, 4)), (13, (4, 2, 0, 1, 3))):
+        ids, boundaries = join([[system] * 9, *[documents[i] for i in order], [7, 8, 9]])
+        params = {"boundaries": boundaries, "report": True}
+        [output] = llm.generate(
+            {"prompt_token_ids": ids}, greedy(12, detokenize=False, params=params), use_tqdm=False
+        )
+        answers.append(list(output.outputs[0].token_ids))
+        fates.append([(chunk["status"], chunk.get("tier")) for chunk in report(output)["chunks"]])
+    return answers, fates[0]
+
+
+def talk(llm: Any, tokens: list[int], count: int) -> tuple[list[int], int]:
+    """An answer, and how many tokens of the prompt were cached."""
+    [output] = llm.generate({"prompt_token_ids": tokens}, greedy(count, detokenize=False), use_tqdm=False)
+    return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+
+def converse(llm: Any, opening: list[int]) -> list[int]:
+    """A conversation that was just had, and what is said next."""
+    return [*opening, *talk(llm, opening, ANSWER)[0], 5, 6, 7]
+
+
+def flush(worker: Any) -> tuple[str, int]:
+    """Have everything in the pool; what this rank holds, and failed writes."""
+    store().flush()
+    return str(worker_side().ranks.share.heads), store().get_stats()["write_errors"]
+
+
+def forget_memory(worker: Any) -> None:
+    """Of all it knows, a rank has only what is in the pool."""
+    forget_fast_copies()
+
+
+def on_ranks(llm: Any, function: Any) -> list[Any]:
+    return llm.collective_rpc(function)
+
+
+class Case:
+    """Two sets of documents, an opening to go with each, and what an engine says that knows no pool; one of two ranks
+    says the same (``test_tensor_parallel.py``)."""
+
+    def __init__(self, model: str) -> None:
+        lengths = ((20, 37, 52, 64, 70), (23, 31, 45, 58, 69))
+        self.sets = [[draw(length) for length in each] for each in lengths]
+        self.openings = [draw(OPENING) for _ in self.sets]
+        llm = start(model, **SETTINGS)
+        self.answers, self.turns = [], []
+        for documents, opening in zip(self.sets, self.openings, strict=True):
+            answers, fate = ask_twice(llm, documents)
+            assert fate == FILLED
+            self.answers.append(answers)
+            conversation = converse(llm, opening)
+            assert llm.reset_prefix_cache()
+            turn, cached = talk(llm, conversation, 8)
+            assert cached == 0
+            self.turns.append(turn)
+        assert self.answers[0] != self.answers[1]  # so that equal ones mean something
+        assert self.turns[0] != self.turns[1]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def alone(model):
-    """What an engine says that knows no pool; one of two ranks says the same (``test_tensor_parallel.py``)."""
-    return run(model, 1, "none", 1, 2)
-
-
-@pytest.fixture(scope="module")
-def turns(model, alone):
-    """What it says when the conversations go on."""
-    said = run(model, 1, "none", 1, 2, conversations={number: alone[number]["conversation"] for number in ("1", "2")})
-    return {number: said[number]["turn"] for number in ("1", "2")}
+def case(tiny_llama):
+    return Case(tiny_llama)
 
 
 @pytest.mark.parametrize("kind", [Valkey, Mooncake], ids=lambda kind: kind.kind)
-def test_each_size_serves_what_the_other_computed(tmp_path, model, alone, turns, kind):
+def test_each_size_serves_what_the_other_computed(tmp_path, tiny_llama, case, kind):
+    """By a prefill and by decoding, at one size, and served at the other."""
     pool = kind(tmp_path)
     try:
-        two = run(model, 2, pool.url, 1)
-        one = run(model, 1, pool.url, 1, 2, conversations={"1": two["1"]["conversation"]})
-        two_again = run(model, 2, pool.url, 2, conversations={"2": one["2"]["conversation"]})
+        with EngineApart(tiny_llama, ranks=2, **pooled(pool.url)) as two:
+            _, fate = two.call(ask_twice, case.sets[0])
+            conversation = two.call(converse, case.openings[0])
+            assert fate == FILLED
+            assert two.call(on_ranks, flush) == [("0-1of4L0-2", 0), ("2-3of4L0-2", 0)]
+
+            one = start(tiny_llama, **pooled(pool.url))  # finds all that there is when it starts
+            assert ask_twice(one, case.sets[0]) == (case.answers[0], FROM_POOL)
+            assert talk(one, conversation, 8) == (case.turns[0], 2 * PART)
+            _, fate = ask_twice(one, case.sets[1])
+            conversation = converse(one, case.openings[1])
+            assert fate == FILLED
+            assert one.collective_rpc(flush) == [("0-3of4L0-2", 0)]
+
+            # This one never heard of these.
+            assert two.call(ask_twice, case.sets[1]) == (case.answers[1], FROM_POOL)
+            assert two.call(talk, conversation, 8) == (case.turns[1], 2 * PART)
     finally:
         pool.kill()
-    # By a prefill and by decoding, at one size, and served at the other.
-    assert one["1"]["cached"] == two_again["2"]["cached"] == 512
-    assert (one["1"]["turn"], two_again["2"]["turn"]) == (turns["1"], turns["2"])
-    assert two["ranks"] == two_again["ranks"] == [["0-1of4L0-2", 0], ["2-3of4L0-2", 0]]
-    assert one["ranks"] == [["0-3of4L0-2", 0]]
-    assert two["1"]["fate"] == one["2"]["fate"] == alone["1"]["fate"] == alone["2"]["fate"] == FILLED
-    assert one["1"]["fate"] == two_again["2"]["fate"] == FROM_POOL
-    assert one["1"]["answers"] == alone["1"]["answers"]
-    assert two_again["2"]["answers"] == alone["2"]["answers"]
-    assert alone["1"]["answers"] != alone["2"]["answers"]  # so that equal ones mean something
 
 
 def test_more_ranks_than_heads(tmp_path):
     """One of the two writes, both read."""
     model = write_tiny_llama(tmp_path / "model", kv_heads=1)
+    documents = [draw(length) for length in (20, 37, 52, 64, 70)]
     pool = Valkey(tmp_path)
     try:
-        two = run(model, 2, pool.url, 1)
-        tier = open_remote_tier(pool.url, 10)
-        stored = list(tier.scan())
-        tier.close()
-        two_again = run(model, 2, pool.url, 1)
+        with EngineApart(model, ranks=2, **pooled(pool.url)) as two:
+            first, fate = two.call(ask_twice, documents)
+            assert fate == FILLED
+            assert two.call(on_ranks, flush) == [("0-0of1L0-2", 0)] * 2
+            tier = open_remote_tier(pool.url, 10)
+            assert {info.key.heads for info in tier.scan()} == {"0-0of1L0-2"}
+            tier.close()
+            two.call(on_ranks, forget_memory)
+            two.call(forget)  # with its step the scheduler hears of that
+            assert two.call(ask_twice, documents) == (first, FROM_POOL)
     finally:
         pool.kill()
-    assert two["ranks"] == [["0-0of1L0-2", 0]] * 2
-    assert {info.key.heads for info in stored} == {"0-0of1L0-2"}
-    assert two["1"]["fate"] == FILLED
-    assert two_again["1"]["fate"] == FROM_POOL
-    assert two["1"]["answers"] == two_again["1"]["answers"]

@@ -3,12 +3,20 @@
 import random
 
 import pytest
-from vllm import SamplingParams
 
-from kvmosaic.vllm import LLM
-from tests.engines.vllm.conftest import SMALL
-from tests.engines.vllm.test_engine import same
-from tests.engines.vllm.tiny import write_tiny_llama
+from tests.engines.vllm.helpers import (
+    SMALL,
+    block_pool,
+    draw,
+    greedy,
+    is_idle,
+    join,
+    lend_nothing,
+    same,
+    start,
+)
+
+pytestmark = pytest.mark.engine
 
 STEP, REQUESTS = 64, 8
 """Tokens that vLLM computes in a step at most, and requests."""
@@ -16,44 +24,28 @@ CHUNK, CHUNKS = 70, 6
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    model = write_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
-    settings = SMALL | {"max_num_batched_tokens": STEP, "max_num_seqs": REQUESTS, "skip_tokenizer_init": True}
-    return LLM(model, enable_chunk_cache=True, miss_policy="fill-first", **settings)
+def llm(tiny_llama):
+    room = {"max_num_batched_tokens": STEP, "max_num_seqs": REQUESTS}
+    return start(tiny_llama, miss_policy="fill-first", skip_tokenizer_init=True, **room)
 
 
 @pytest.fixture(scope="module")
 def documents(llm):
     """All in the store."""
-    documents = [tokens(CHUNK) for _ in range(CHUNKS)]
+    documents = [draw(CHUNK) for _ in range(CHUNKS)]
     ids, boundaries = request(documents)
     add(llm, "first", ids, boundaries=boundaries)
     finish(llm, "first")
     return documents
 
 
-def tokens(count):
-    return [random.randrange(10, 500) for _ in range(count)]
-
-
 def request(documents, system=20):
     """A prompt of the documents in some order, and its parts."""
-    ids, boundaries = [], []
-    for part in (tokens(system), *random.sample(documents, CHUNKS), tokens(9)):
-        boundaries.append((len(ids), len(ids) + len(part)))
-        ids += part
-    return ids, boundaries
+    return join([draw(system), *random.sample(documents, CHUNKS), draw(9)])
 
 
 def add(llm, name, ids, count=4, **params):
-    sampling = SamplingParams(
-        max_tokens=count,
-        temperature=0,
-        logprobs=1,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"kv_transfer_params": {"report": True, **params}},
-    )
+    sampling = greedy(count, logprobs=1, detokenize=False, params={"report": True, **params})
     llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
 
 
@@ -82,7 +74,7 @@ def test_answers_are_those_of_one_step(llm, documents, policy, ratio):
         alone, few = finish(llm, "alone")
         llm.reset_prefix_cache()
         for other in range(2):
-            add(llm, f"other-{other}", tokens(40), 200, chunk_cache=False)
+            add(llm, f"other-{other}", draw(40), 200, chunk_cache=False)
             llm.llm_engine.step()
         add(llm, "among others", ids, **params)
         among, many = finish(llm, "among others")
@@ -108,13 +100,12 @@ def test_a_pass_takes_more_runs_than_the_engine_takes_requests(llm, documents, p
 @pytest.mark.parametrize("lends", [True, False])
 def test_a_question_that_begins_a_block(llm, documents, policy, lends, monkeypatch):
     """Its first block is not there yet when all before it is loaded; vLLM may be too short of blocks to lend one."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     if not lends:
-        monkeypatch.setattr(scheduler, "_borrow", lambda *_: ())
+        lend_nothing(monkeypatch, llm)
     block = SMALL["block_size"]
     ids, boundaries = request(documents, system=-CHUNK * CHUNKS % block + block)
     assert boundaries[-1][0] % block == 0
-    add(llm, "other", tokens(40), 100, chunk_cache=False)
+    add(llm, "other", draw(40), 100, chunk_cache=False)
     llm.llm_engine.step()
     params = {"boundaries": boundaries, "policy": policy, "recompute_ratio": 0.6}
     add(llm, "among others", ids, **params)
@@ -128,7 +119,7 @@ def test_a_question_that_begins_a_block(llm, documents, policy, lends, monkeypat
 
 
 def test_others_get_a_token_with_every_slice(llm, documents):
-    add(llm, "other", tokens(40), 100, chunk_cache=False)
+    add(llm, "other", draw(40), 100, chunk_cache=False)
     llm.llm_engine.step()
     ids, boundaries = request(documents)
     add(llm, "blend", ids, boundaries=boundaries, recompute_ratio=1.0)
@@ -145,11 +136,10 @@ def test_others_get_a_token_with_every_slice(llm, documents):
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_what_is_aborted_between_slices_leaves_nothing_behind(llm, documents, steps):
-    core = llm.llm_engine.engine_core.engine_core
-    pool = core.scheduler.kv_cache_manager.block_pool
+    pool = block_pool(llm)
     until_idle(llm)
     free = pool.get_num_free_blocks()
-    add(llm, "other", tokens(40), 60, chunk_cache=False)
+    add(llm, "other", draw(40), 60, chunk_cache=False)
     llm.llm_engine.step()
     ids, boundaries = request(documents)
     add(llm, "gone", ids, boundaries=boundaries, recompute_ratio=1.0)
@@ -164,6 +154,4 @@ def test_what_is_aborted_between_slices_leaves_nothing_behind(llm, documents, st
     assert pool.get_num_free_blocks() == free
     add(llm, "plain", ids, chunk_cache=False)
     same(among, finish(llm, "plain")[0])
-    scheduler = core.scheduler.connector.scheduler
-    assert not scheduler._plans
-    assert not scheduler._in_slices
+    assert is_idle(llm)

@@ -1,92 +1,70 @@
 """Where entries come from: host memory, disk, another process; and what happens when there is no room for them."""
 
-import json
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from transformers import AutoModelForCausalLM
 
 from kvmosaic.core.rotation import CosSin
 from kvmosaic.engines.rotary import turns_for
-from kvmosaic.engines.vllm import scheduler
 from kvmosaic.hf import LLM as HFEngine
 from kvmosaic.kernels.remap import LayerTurn, remap
-from kvmosaic.vllm import LLM
-from tests.engines.vllm.conftest import SMALL
-from tests.engines.vllm.test_engine import DOCUMENTS, answer, plain, prompt, same
+from tests.engines.vllm.helpers import (
+    DOCUMENTS,
+    answer,
+    forget_fast_copies,
+    greedy,
+    note_loads,
+    note_placed,
+    plain,
+    prompt,
+    report,
+    same,
+    set_patience,
+    slowest_tier,
+    start,
+    store,
+    worker_side,
+)
 
-WRITER = """
-import json, sys
-from kvmosaic.vllm import LLM
-from tests.engines.vllm.test_engine import answer
-request = json.load(sys.stdin)
-llm = LLM("smollm2-135m", enable_chunk_cache=True, disk_path=request["disk_path"], **request["options"])
-answer(llm, [request["text"]])
-llm.llm_engine.engine_core.shutdown()
-print("WRITTEN")
-"""
+pytestmark = pytest.mark.engine
 
-OPTIONS = SMALL | {"max_model_len": 1024}
+OPTIONS = {"max_model_len": 1024, "miss_policy": "fill-first"}
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory):
-    """A disk tier that another engine process filled with all documents."""
+def disk(tmp_path_factory, tiny_text):
+    """A disk tier that another engine filled with all documents."""
     folder = tmp_path_factory.mktemp("entries")
-    request = {"disk_path": str(folder), "options": OPTIONS, "text": prompt("You are helpful.", DOCUMENTS)}
-    run = subprocess.run(
-        [sys.executable, "-c", WRITER], input=json.dumps(request), capture_output=True, text=True, timeout=400
-    )
-    assert "WRITTEN" in run.stdout, run.stderr[-3000:]
+    other = start(tiny_text, disk_path=folder, **OPTIONS)
+    answer(other, [prompt("You are helpful.", DOCUMENTS)])
     return folder
 
 
 @pytest.fixture(scope="module")
-def llm(disk):
-    return LLM("smollm2-135m", enable_chunk_cache=True, disk_path=disk, host_memory="60MiB", **OPTIONS)
+def llm(disk, tiny_text):
+    return start(tiny_text, disk_path=disk, host_memory="10MiB", **OPTIONS)
 
 
 @pytest.fixture
-def worker_side(llm):
-    return get_kv_transfer_group()
-
-
-def forget_fast_copies(worker_side):
-    """Back to a process that has seen nothing yet, but the disk."""
-    store = worker_side.loader.cache.store
-    store.flush()
-    for tier in store._stack.tiers[:-1]:
-        for info in list(tier.scan()):
-            tier.delete(info.key)
-            store._stack.index.remove(info.key, tier.name)
-            store._stack.policies[tier.name].remove(info.key)
-
-
-@pytest.fixture
-def may_read(llm, worker_side, monkeypatch):
+def may_read(llm, monkeypatch):
     """Documents are on disk alone, and reading them waits for this event."""
-    forget_fast_copies(worker_side)
+    forget_fast_copies()
     plain(llm, ["Hello, this is"])
-    disk_tier = worker_side.loader.cache.store._stack.tiers[-1]
+    disk_tier = slowest_tier()
     read, event = disk_tier.get, threading.Event()
     monkeypatch.setattr(disk_tier, "get", lambda key: (event.wait(60), read(key))[1])
     yield event
     event.set()
 
 
-def report(output):
-    return output.kv_transfer_params
-
-
-def test_a_new_process_serves_documents_from_disk(llm):
-    """Written by another process; fetched while the request waits; reported as cached, on disk."""
+def test_a_new_engine_serves_documents_from_disk(llm):
+    """Written by another engine; fetched while the request waits; reported as cached, on disk."""
     plain(llm, ["Hello, this is"])  # the scheduler learns with the first step what there is
     before = llm.get_stats()
     [output] = answer(llm, [prompt("Another system prompt.", DOCUMENTS[::-1])], report=True)
@@ -96,17 +74,13 @@ def test_a_new_process_serves_documents_from_disk(llm):
     assert [chunk["tier"] for chunk in report(output)["chunks"]] == ["disk"] * len(DOCUMENTS)
     assert output.num_cached_tokens >= report(output)["reused_tokens"] > 90
     [again] = answer(llm, [prompt("Yet another one.", DOCUMENTS)], report=True)
-    assert {chunk["tier"] for chunk in report(again)["chunks"]} == {report_fastest()}
-
-
-def report_fastest():
-    return get_kv_transfer_group().loader.cache.store.fastest_tier
+    assert {chunk["tier"] for chunk in report(again)["chunks"]} == {store().fastest_tier}
 
 
 def test_a_slow_disk_stalls_nobody_else(llm, may_read):
     """While one request waits for its documents, another one is served from its first to its last token."""
     engine = llm.llm_engine
-    sampling = answer_sampling()
+    sampling = greedy(10)
     engine.add_request("waits", prompt("You are patient.", DOCUMENTS), sampling)
     engine.add_request("runs", "A plain question: is", sampling)
     order = []
@@ -119,29 +93,23 @@ def test_a_slow_disk_stalls_nobody_else(llm, may_read):
     assert order == ["runs", "waits"]
 
 
-def answer_sampling():
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-
-
-def test_a_request_aborted_while_it_waits_leaves_nothing_pinned(llm, worker_side, may_read):
+def test_a_request_aborted_while_it_waits_leaves_nothing_pinned(llm, may_read):
     engine = llm.llm_engine
-    engine.add_request("leaves", prompt("You are impatient.", DOCUMENTS), answer_sampling())
+    engine.add_request("leaves", prompt("You are impatient.", DOCUMENTS), greedy(10))
     for _ in range(3):
         engine.step()
-    assert worker_side.loader.cache.get_stats()["pinned"] > 0
+    assert worker_side().cache.get_stats()["pinned"] > 0
     engine.abort_request(["leaves"])
     may_read.set()
     plain(llm, ["Hello again, this is"])
-    assert worker_side.loader.cache.get_stats()["pinned"] == 0
+    assert worker_side().cache.get_stats()["pinned"] == 0
     text = prompt("You are helpful.", DOCUMENTS)
     same(answer(llm, [text], recompute_ratio=1.0)[0], plain(llm, [text])[0])
 
 
 def test_a_request_does_not_wait_for_ever(llm, may_read, monkeypatch):
     """The disk does not answer: the request is prefilled, exactly, and says why."""
-    monkeypatch.setattr(scheduler, "PATIENCE_SECONDS", 0.5)
+    set_patience(monkeypatch, 0.5)
     text = prompt("You are in a hurry.", DOCUMENTS)
     [output] = answer(llm, [text], report=True)
     assert report(output) == {"mode": "plain", "fallback_reason": "slow-tier"}
@@ -149,21 +117,13 @@ def test_a_request_does_not_wait_for_ever(llm, may_read, monkeypatch):
     same(output, plain(llm, [text])[0])
 
 
-def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, worker_side, smollm2, tokenizer, monkeypatch):
+def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, tiny_text, tokenizer, monkeypatch):
     """The remapped KV itself, layer by layer, packed as the backend packs it: compared with the same entry moved by
     the embedded engine's remap (1e-4), and with the embedded engine's own canonical KV moved to the same place, which
     was computed by other kernels (1e-4 of the largest value of the layer)."""
-    reference = HFEngine(smollm2, tokenizer, enable_chunk_cache=True)
-    loader = worker_side.loader
-    forward = loader._forward
-    loaded = []
-    place = loader._blocks.place
-
-    def spy(moves, blocks, first):
-        place(moves, blocks, first)
-        loaded.append((moves, blocks))
-
-    monkeypatch.setattr(loader._blocks, "place", spy)
+    model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
+    reference = HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first")
+    kv, loaded = worker_side().forward.kv, note_placed(monkeypatch)
     text = prompt("A system prompt just for this.", [DOCUMENTS[3], DOCUMENTS[1], DOCUMENTS[3]])
     compared = []
 
@@ -174,7 +134,7 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, worker_side, 
                 continue  # the end of the system prompt
             with reference.engine.session():
                 [found] = reference.chunk_cache.find_or_fill([entry.tokens], entry.context, 200)
-            difference_within(entry, loader.rotary, position, blocks, lambda *rows: 1e-4)
+            difference_within(entry, worker_side().rotary, position, blocks, lambda *rows: 1e-4)
             difference_within(
                 found.entry,
                 reference.engine._rotary,
@@ -194,40 +154,36 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, worker_side, 
         positions = torch.arange(position, position + len(entry.tokens))
         free = max(blocks[0]) + 1  # blocks that nobody uses, for a copy packed by the backend itself
         mirror = [list(range(free, free + len(blocks[0])))]
-        mirror_slots = forward.slots(positions.to(forward.device), mirror)
-        for index, layer in enumerate(forward.layers):
+        mirror_slots = kv.slots(positions.to(kv.device), mirror)
+        for index, layer in enumerate(kv.layers):
             cache = layer.kv_cache
             cache[mirror[0]] = cache[list(blocks[0])]
             before = cache[mirror[0]].clone()
-            rows = (part[index, :, positions].transpose(0, 1).contiguous().to(forward.device) for part in (k, v))
-            forward.write(layer, *rows, mirror_slots)
+            rows = (part[index, :, positions].transpose(0, 1).contiguous().to(kv.device) for part in (k, v))
+            kv.write(layer, *rows, mirror_slots)
             difference = float((cache[mirror[0]] - before).abs().max())
             assert difference < bound(k[index], v[index]), f"layer {index}"
             compared.append(difference)
 
-    original = loader.load
-    monkeypatch.setattr(loader, "load", lambda load: (original(load), compare()))
+    note_loads(monkeypatch, then=compare)
     answer(llm, [text])
-    assert len(compared) == 2 * 3 * len(forward.layers)
+    assert len(compared) == 2 * 3 * len(kv.layers)
     assert max(compared) > 0, "the mirror was never written"
 
 
-def test_no_room_in_the_fastest_tier(llm, worker_side):
+def test_no_room_in_the_fastest_tier(llm):
     """Everything there is pinned: new documents are computed, answered rightly, and stored further down or not."""
-    store = worker_side.loader.cache.store
     documents = [f"Report {number}: " + " ".join(DOCUMENTS) for number in range(12)]
     answer(llm, [prompt("You are helpful.", documents[:3])])
-    with store.pin([info.key for info in store.scan()]):
-        for start in (0, 4, 8):
-            text = prompt("You are helpful.", documents[start : start + 4])
+    with store().pin([info.key for info in store().scan()]):
+        for at in (0, 4, 8):
+            text = prompt("You are helpful.", documents[at : at + 4])
             same(answer(llm, [text], recompute_ratio=1.0)[0], plain(llm, [text])[0])
-            first, second = (
-                answer(llm, [prompt(system, documents[start : start + 4])])[0] for system in ("A.", "A.")
-            )
+            first, second = (answer(llm, [prompt(system, documents[at : at + 4])])[0] for system in ("A.", "A."))
             same(second, first)
 
 
-def test_a_full_disk(llm, worker_side, caplog):
+def test_a_full_disk(llm):
     """Writes fail; the answers do not, and the failures are counted."""
     before = llm.get_stats()["write_errors"]
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -236,17 +192,17 @@ def test_a_full_disk(llm, worker_side, caplog):
     try:
         text = prompt("You are helpful.", ["A document that was never seen before, about " + DOCUMENTS[0]])
         same(answer(llm, [text], recompute_ratio=1.0)[0], plain(llm, [text])[0])
-        worker_side.loader.cache.store.flush()
+        store().flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert llm.get_stats()["write_errors"] > before
 
 
-def test_a_load_that_fails_is_prefilled_instead(llm, worker_side, monkeypatch):
+def test_a_load_that_fails_is_prefilled_instead(llm, monkeypatch):
     text = prompt("You are helpful.", DOCUMENTS)
     [expected] = plain(llm, [text])
-    monkeypatch.setattr(worker_side.loader._blocks, "place", fail)
+    monkeypatch.setattr(worker_side().paged, "place", fail)
     [output] = answer(llm, [prompt("You are helpful.", DOCUMENTS)])
     same(output, expected)
 

@@ -1,16 +1,14 @@
 """Documents filled ahead of time by the command line are found by an engine that is started later."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from typer.testing import CliRunner
 
-from kvmosaic.core.errors import ConfigError
-from kvmosaic.engines.vllm.warm import parse_options
-from kvmosaic.vllm import LLM
-from tests.engines.vllm.conftest import SMALL
-from tests.engines.vllm.test_engine import DOCUMENTS, answer, prompt
+from kvmosaic.cli.main import app
+from tests.engines.vllm.helpers import DOCUMENTS, answer, prompt, report, start
+
+pytestmark = pytest.mark.engine
 
 CORPUS = [f"Report {number}: {DOCUMENTS[number % len(DOCUMENTS)]}" for number in range(20)]
 TOO_LONG = "And so on. " * 60
@@ -18,45 +16,27 @@ TOO_LONG = "And so on. " * 60
 
 
 @pytest.fixture(scope="module")
-def warmed(tmp_path_factory):
+def warmed(tmp_path_factory, tiny_text):
     """A disk tier that the command filled, and what it said."""
     folder = tmp_path_factory.mktemp("warm")
     corpus, entries = folder / "corpus.jsonl", folder / "entries"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*CORPUS, TOO_LONG, CORPUS[0]]))
     options = "--enforce-eager --max-model-len 256 --block-size 32"
-    command = [sys.executable, "-m", "kvmosaic.cli.main", "store", "warm", "smollm2-135m", corpus, "--json"]
-    done = subprocess.run(
-        [*command, "--dtype", "float32", "--disk-path", entries, "--vllm-options", options],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = ["store", "warm", tiny_text, str(corpus), "--json", "--dtype", "float32", "--disk-path", str(entries)]
+    done = CliRunner().invoke(app, [*command, "--vllm-options", options], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
     return entries, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_all_documents_are_found_by_another_engine(warmed):
+def test_all_documents_are_found_by_another_engine(warmed, tiny_text):
     entries, result = warmed
     assert result.pop("filled_tokens") > 20 * 20  # more than a request of that engine can have
     assert result == {"documents": 22, "filled": 20, "known": 1, "too_long": 1, "lost": 0}
     assert len(list(entries.rglob("*.safetensors"))) == 20
-    llm = LLM("smollm2-135m", enable_chunk_cache=True, miss_policy="never", disk_path=entries, **SMALL)
-    for start in range(0, 20, 5):
-        [output] = answer(llm, [prompt("Be brief.", CORPUS[start : start + 5][::-1])], report=True)
-        chunks = output.kv_transfer_params["chunks"]
+    llm = start(tiny_text, miss_policy="never", disk_path=entries)
+    for at in range(0, 20, 5):
+        [output] = answer(llm, [prompt("Be brief.", CORPUS[at : at + 5][::-1])], report=True)
+        chunks = report(output)["chunks"]
         assert [(chunk["status"], chunk["tier"]) for chunk in chunks] == [("cached", "disk")] * 5
     states = llm.collective_rpc("chunk_cache_warm_states", args=([[1, 2, 3]],))
     assert states == [["missing"]]
-
-
-@pytest.mark.parametrize("options", ["--no-such-option", "--max-model-len many", "--quantization 'x"])
-def test_options_that_vllm_does_not_know_are_one_line(options):
-    with pytest.raises(ConfigError, match=r"^--vllm-options: .*$"):
-        parse_options(options)
-
-
-def test_options_as_vllm_serve_takes_them():
-    assert parse_options("--max-model-len 2k --tensor-parallel-size=2") == {
-        "max_model_len": 2000,
-        "tensor_parallel_size": 2,
-    }

@@ -1,6 +1,7 @@
 """Tiny models with random weights, as folders that vLLM can load."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -8,25 +9,36 @@ from safetensors.torch import save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 VOCABULARY = 512
+WINDOW = 60
+"""Tokens that a layer with a sliding window sees."""
 
 
 def write_tiny_llama(folder: Path, kv_heads: int = 4, **changes) -> str:
     """Its heads split over two ranks."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=kv_heads,
-        head_dim=32,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-        **changes,
-    )
-    return _write(folder, LlamaForCausalLM(config))
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    return write_model(folder, LlamaForCausalLM(LlamaConfig(**shape | changes)))
+
+
+def write_tiny_text(folder: Path, like: str | Path) -> str:
+    """With the tokenizer of the model in the folder ``like``. Of its eight layers a policy may look at a few."""
+    theirs = LlamaConfig.from_pretrained(like)
+    tokens = {name: getattr(theirs, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    model = write_tiny_llama(folder, num_hidden_layers=8, **tokens)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(like) / name, folder / name)
+    return model
 
 
 def write_tiny_gemma(folder: Path, window: int) -> str:
@@ -45,11 +57,11 @@ def write_tiny_gemma(folder: Path, window: int) -> str:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return _write(folder, Gemma3ForCausalLM(config))
+    return write_model(folder, Gemma3ForCausalLM(config))
 
 
-def _write(folder: Path, model: PreTrainedModel) -> str:
-    """With weights large enough that answers depend on what is attended to."""
+def write_model(folder: Path, model: PreTrainedModel) -> str:
+    """Write a model, with weights large enough that answers depend on what is attended to."""
     torch.manual_seed(0)
     config = model.config
     for parameter in model.parameters():

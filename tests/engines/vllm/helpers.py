@@ -1,0 +1,357 @@
+"""What the tests of the vLLM engine share: engines, prompts, comparisons. Only this file knows how the engine looks
+inside."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import RequestOutput, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvmosaic.core.config import load_config
+from kvmosaic.engines.vllm.compat.layers import paged_cache
+from kvmosaic.engines.vllm.scheduler_side import backlog, scheduler
+from kvmosaic.vllm import LLM
+
+ROOT = Path(__file__).parents[3]
+
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "block_size": 32,
+    "num_gpu_blocks_override": 512,
+    "disable_log_stats": False,
+}
+"""Small blocks, so that short prompts fill several: only full blocks enter the prefix cache. Few of them: they are
+written with zeros when an engine starts."""
+if torch.cuda.is_available():
+    SMALL["gpu_memory_utilization"] = 0.2  # what an engine leaves behind must fit beside the next one
+
+PART = 256
+"""Tokens of an entry of an exact prefix, in a model without sliding windows."""
+
+
+def start(model: str | Path, **settings: Any) -> LLM:
+    """An engine with a chunk cache, in this process; it ends the one that was started last (``conftest.py``)."""
+    return LLM(str(model), enable_chunk_cache=True, **SMALL | settings)
+
+
+# --- prompts of text
+
+SEPARATOR = " # # "
+DOCUMENTS = [
+    "The ferry Cormorant connects Port Almery with Sill Island four times a day; the first boat leaves at 6:40.",
+    "The Old Kiln Bakery on Lantern Street is owned by Tomas Reed, who learned the trade from his aunt.",
+    "The library is closed on Mondays. Its head librarian is Miriam Okafor, who came eleven years ago.",
+    "Stormcap is a blue goat cheese that ripens for five months in a cave behind the quarry.",
+]
+
+
+def prompt(system: str, documents: Sequence[str], question: str = "Tell me about it. It is") -> str:
+    return SEPARATOR.join([system, *documents, question])
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    """Always the likeliest token, as many as asked for; request parameters as ``params``."""
+    params = more.pop("params", None)
+    extra = {"kv_transfer_params": params} if params else None
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra, **more)
+
+
+def answer(llm: LLM, texts: Sequence[Any], **params: Any) -> list[RequestOutput]:
+    """Answers to texts that are sent together."""
+    return llm.generate(texts, greedy(10, logprobs=1, params=params), use_tqdm=False)
+
+
+def answer_each(llm: LLM, texts: Sequence[Any], parameters: Sequence[dict[str, Any]]) -> list[RequestOutput]:
+    """Likewise, each with parameters of its own."""
+    return llm.generate(texts, [greedy(10, logprobs=1, params=each) for each in parameters], use_tqdm=False)
+
+
+def plain(llm: LLM, texts: Sequence[Any]) -> list[RequestOutput]:
+    """Answers without the chunk cache."""
+    return answer(llm, texts, chunk_cache=False)
+
+
+# --- prompts of tokens
+
+
+def draw(count: int, vocabulary: int = 500) -> list[int]:
+    """Random tokens, none of the first ten, which may be special."""
+    return [random.randrange(10, vocabulary) for _ in range(count)]
+
+
+def join(parts: Sequence[Sequence[int]]) -> tuple[list[int], list[tuple[int, int]]]:
+    """A prompt of these parts, and its boundaries."""
+    ids: list[int] = []
+    boundaries = []
+    for part in parts:
+        boundaries.append((len(ids), len(ids) + len(part)))
+        ids += part
+    return ids, boundaries
+
+
+def ask(
+    llm: LLM, *prompts: Sequence[int], max_tokens: int = 8, salt: str | None = None, **params: Any
+) -> list[RequestOutput]:
+    """Answers to prompts that are sent together."""
+    given = [{"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {}) for tokens in prompts]
+    return llm.generate(given, greedy(max_tokens, logprobs=3, detokenize=False, params=params), use_tqdm=False)
+
+
+def forget(llm: LLM) -> None:
+    """Have the last request's KV stored, then empty vLLM's own prefix cache, and nothing else."""
+    ask(llm, draw(5))
+    assert llm.reset_prefix_cache()
+
+
+# --- comparisons
+
+
+def same(ours: RequestOutput, theirs: RequestOutput, tolerance: float = 1e-3) -> None:
+    """The same tokens, found as likely up to rounding."""
+    mine, yours = ours.outputs[0], theirs.outputs[0]
+    assert mine.token_ids == yours.token_ids
+    for step, other in zip(mine.logprobs, yours.logprobs, strict=True):
+        for token in step.keys() & other.keys():
+            assert step[token].logprob == pytest.approx(other[token].logprob, abs=tolerance)
+
+
+def exact(output: RequestOutput) -> tuple[list[int], list[dict[int, float]]]:
+    """What the model said, and how likely it found the likeliest tokens, to the last bit."""
+    said = output.outputs[0]
+    return list(said.token_ids), [{token: each.logprob for token, each in step.items()} for step in said.logprobs]
+
+
+def close(ours: RequestOutput, theirs: RequestOutput) -> None:
+    """The same tokens; computed in other pieces, numbers may be rounded differently."""
+    (mine, mine_steps), (yours, yours_steps) = exact(ours), exact(theirs)
+    assert mine == yours
+    for token, a, b in zip(mine, mine_steps, yours_steps, strict=True):
+        assert a[token] == pytest.approx(b[token], abs=1e-3)
+
+
+def report(output: RequestOutput) -> dict[str, Any]:
+    """What a request that asked for it was told of its chunks."""
+    assert output.kv_transfer_params is not None
+    return output.kv_transfer_params
+
+
+def statuses(output: RequestOutput) -> list[str]:
+    """What became of each chunk of a request that asked for a report."""
+    return [chunk["status"] for chunk in report(output)["chunks"]]
+
+
+# --- inside the engine: the worker's side
+
+
+def worker_side() -> Any:
+    """Of the engine that was started last in this process."""
+    return get_kv_transfer_group().worker
+
+
+def model_config() -> Any:
+    """vLLM's, as the worker knows it."""
+    return get_kv_transfer_group()._vllm_config.model_config
+
+
+def store() -> Any:
+    """The chunk store of this process's worker."""
+    return worker_side().cache.store
+
+
+def fast_tiers() -> list[Any]:
+    """All but the last one, fastest first."""
+    return list(store()._stack.tiers[:-1])
+
+
+def slowest_tier() -> Any:
+    return store()._stack.tiers[-1]
+
+
+def stored_entry(key: Any) -> Any:
+    """An entry in the fastest tier, if it is there."""
+    return store()._stack.tiers[0].get(key)
+
+
+def forget_fast_copies() -> None:
+    """Back to a process that has seen nothing yet but the slowest tier."""
+    stack = store()._stack
+    store().flush()
+    for tier in fast_tiers():
+        for info in list(tier.scan()):
+            tier.delete(info.key)
+            stack.index.remove(info.key, tier.name)
+            stack.policies[tier.name].remove(info.key)
+
+
+def paged_caches() -> list[torch.Tensor]:
+    """vLLM's KV cache, layer by layer."""
+    return [paged_cache(layer) for layer in worker_side().forward.kv.layers]
+
+
+def fill_alone(context: Sequence[int], tokens: Sequence[int]) -> Any:
+    """Canonical K and V of one chunk, computed in blocks that nobody uses just now."""
+    side = worker_side()
+    [kv] = side.paged.fill(context, [tokens], [list(range(1, 40)) for _ in side.forward.kv.block_sizes])
+    return kv
+
+
+def fill_in_background(fills: Sequence[Any]) -> None:
+    worker_side()._filler.fill_in_background(fills)
+
+
+def note_fills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Context and chunks of what the worker fills from now on."""
+    filled: list[tuple[Any, Any]] = []
+    filler = worker_side()._filler
+    fill = filler.fill
+
+    def noting(chunks: Any, context: Any, *rest: Any) -> Any:
+        filled.append((context, chunks))
+        return fill(chunks, context, *rest)
+
+    monkeypatch.setattr(filler, "fill", noting)
+    return filled
+
+
+def note_loads(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> list[int]:
+    """How many requests each step loads from now on; ``then`` is called behind each."""
+    counts: list[int] = []
+    loader = worker_side().loader
+    load = loader.load
+
+    def noting(loads: Sequence[Any], *rest: Any) -> Any:
+        result = load(loads, *rest)
+        counts.append(len(loads))
+        then()
+        return result
+
+    monkeypatch.setattr(loader, "load", noting)
+    return counts
+
+
+def note_placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Entries with their positions, and blocks, that are put in place from now on."""
+    placed: list[tuple[Any, Any]] = []
+    blocks = worker_side().paged
+    place = blocks.place
+
+    def noting(moves: Any, into: Any, first: int) -> Any:
+        result = place(moves, into, first)
+        placed.append((moves, into))
+        return result
+
+    monkeypatch.setattr(blocks, "place", noting)
+    return placed
+
+
+def note_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Runs in each pass of the sparse forward from now on, all of them through the backend."""
+    forward = worker_side().forward
+    counts: list[int] = []
+    compute = forward._forward
+
+    def counted(work: Any, *args: Any, **kwargs: Any) -> Any:
+        counts.append(len(work.runs))
+        return compute(work, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "_forward", counted)
+    monkeypatch.setattr(forward, "_in_tiles", lambda runs: False)
+    return counts
+
+
+def limit_runs(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Let a pass take no more runs than that."""
+    monkeypatch.setattr(worker_side().forward._metadata, "max_runs", most)
+
+
+def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no costs learnt: on a busy machine, moving KV may take longer than computing it with a tiny model, and
+    requests would rightly be served plainly."""
+    monkeypatch.setattr(worker_side().timer, "_observe", lambda stage, tokens, seconds: None)
+
+
+def chosen_last() -> tuple[int, ...]:
+    """What the worker's policy chose for the latest prompt."""
+    choices = worker_side().blender._choices
+    return tuple(choices[next(reversed(choices))].positions.tolist())
+
+
+# --- inside the engine: the scheduler's side
+
+
+def core_scheduler(llm: LLM) -> Any:
+    """vLLM's own."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def block_pool(llm: LLM) -> Any:
+    return core_scheduler(llm).kv_cache_manager.block_pool
+
+
+def scheduler_side(llm: LLM) -> Any:
+    return core_scheduler(llm).connector.scheduler
+
+
+def is_idle(llm: LLM) -> bool:
+    """Whether the scheduler's side remembers no request."""
+    side = scheduler_side(llm)
+    return not side._requests and not side._in_slices
+
+
+def waiting_fills(llm: LLM) -> int:
+    """Chunks that wait to be filled in the background."""
+    return len(scheduler_side(llm)._backlog)
+
+
+def learnt_costs(llm: LLM) -> Any:
+    """Of the first rank: seconds of a stage as a line over tokens, by stage."""
+    return scheduler_side(llm)._admission._costs[0]
+
+
+def add_cost(monkeypatch: pytest.MonkeyPatch, llm: LLM, more: int) -> None:
+    """Have every request cost that many tokens more."""
+    admission = scheduler_side(llm)._admission
+    count = admission.tokens_to_compute
+    monkeypatch.setattr(admission, "tokens_to_compute", lambda request, local: count(request, local) + more)
+
+
+def lend_nothing(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """As when vLLM is too short of blocks to lend any."""
+    monkeypatch.setattr(scheduler_side(llm)._lender, "lend", lambda *_: ())
+
+
+def set_miss_policy(monkeypatch: pytest.MonkeyPatch, llm: LLM, policy: str) -> None:
+    """On the scheduler's side alone, for what it notes as missing."""
+    config = load_config(enable_chunk_cache=True, miss_policy=policy)
+    monkeypatch.setattr(scheduler_side(llm), "_config", config)
+
+
+def judge_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[bool]:
+    """Have every request judged twice, and only the first judgement of all be in its favour; one item for each."""
+    side = scheduler_side(llm)
+    judged: list[bool] = []
+    judge = side._is_worth_it
+
+    def is_faster(*_: Any) -> bool:
+        judged.append(True)
+        return len(judged) == 1
+
+    monkeypatch.setattr(side._admission._judge, "is_faster", is_faster)
+    monkeypatch.setattr(side, "_is_worth_it", lambda *given: judge(*given) and judge(*given))
+    return judged
+
+
+def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """How long a request waits for its chunks."""
+    monkeypatch.setattr(scheduler, "PATIENCE_SECONDS", seconds)
+
+
+def set_overdue(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """How long a chunk waits for a step that computes no prompts."""
+    monkeypatch.setattr(backlog, "OVERDUE_SECONDS", seconds)

@@ -1,0 +1,142 @@
+"""Engines in processes of their own, next to this one or killed by it.
+
+Importing vLLM takes 10 to 20 s of a core; starting a tiny engine takes 3 s. So these processes are forked from one
+that has imported it and does nothing else, and ranks are forked from their engine. Each still has its own memory,
+files and connections.
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+IMPORTED = [
+    "kvmosaic.vllm",
+    "kvmosaic.engines.vllm.connector",
+    "kvmosaic.engines.vllm.worker",
+    "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.executor.multiproc_executor",
+    *([] if torch.cuda.is_available() else ["vllm.v1.worker.cpu_worker"]),
+]
+RANKS = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # tests send their ranks functions
+    # Two ranks have a core each, or a GPU.
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
+WAIT_SECONDS = 400.0
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(IMPORTED)
+
+
+class EngineApart:
+    """An engine in a process of its own, which does with it what it is told to, one thing after the other."""
+
+    def __init__(self, model: str, ranks: int = 1, with_cache: bool = True, **settings: Any) -> None:
+        """``settings`` are vLLM's and the chunk cache's; those of ``SMALL`` hold besides."""
+        descriptor, name = tempfile.mkstemp(prefix="kvmosaic-engine-", suffix=".log")
+        os.close(descriptor)
+        self._log = Path(name)
+        self._ours, theirs = multiprocessing.Pipe()
+        environment = dict(os.environ) | (RANKS if ranks > 1 else {})
+        settings |= {"tensor_parallel_size": ranks}
+        self.process = _forks.Process(target=_serve, args=(theirs, environment, name, model, with_cache, settings))
+        self.process.start()
+        theirs.close()
+        assert self.receive() == "ready"
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """What ``function(llm, …)``, of some module, returns in that process."""
+        self.send(function, *arguments, **keywords)
+        return self.receive()
+
+    def send(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+        """Likewise, without waiting for it."""
+        self._ours.send((function, arguments, keywords))
+
+    def receive(self) -> Any:
+        """What the next function returned."""
+        assert self._ours.poll(WAIT_SECONDS), f"no answer after {WAIT_SECONDS:g} s: {self._said()}"
+        try:
+            result, error = self._ours.recv()
+        except EOFError:
+            raise AssertionError(f"the engine's process is gone: {self._said()}") from None
+        assert error is None, f"{error}{self._said()}"
+        return result
+
+    def kill(self) -> None:
+        """By a signal that leaves it no time for anything."""
+        self.process.kill()
+        self.process.join(60)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def stop(self) -> None:
+        """As a user would."""
+        self._ours.close()
+        self.process.join(60)
+        assert self.process.exitcode == 0, self._said()
+        self._log.unlink()
+
+    def __enter__(self) -> "EngineApart":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """Whatever happened, nothing is left running."""
+        if self.process.is_alive() and failure[0] is None:
+            self.stop()
+        elif self.process.is_alive():
+            self.process.kill()
+
+    def _said(self) -> str:
+        return f"\n{self._log.read_text(errors='replace')[-4000:]}"
+
+
+def _serve(
+    pipe: Connection, environment: dict[str, str], log: str, model: str, with_cache: bool, settings: dict[str, Any]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(log, "ab", buffering=0) as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    try:
+        llm = _start(model, with_cache, settings)
+        pipe.send(("ready", None))
+        while True:
+            function, arguments, keywords = pipe.recv()
+            pipe.send((function(llm, *arguments, **keywords), None))
+    except EOFError:
+        llm.llm_engine.engine_core.shutdown()
+    except Exception:
+        pipe.send((None, traceback.format_exc()))
+        raise
+
+
+def _start(model: str, with_cache: bool, settings: dict[str, Any]) -> Any:
+    import vllm
+    from vllm.model_executor.models import registry
+    from vllm.v1.executor import multiproc_executor
+
+    from kvmosaic.vllm import LLM
+    from tests.engines.vllm.helpers import SMALL
+
+    if not torch.cuda.is_available():  # with GPUs vLLM forks by itself
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+        registry._run_in_subprocess = lambda look: look()  # as conftest.py does it
+    if not with_cache:
+        return vllm.LLM(model, **SMALL | settings)
+    return LLM(model, enable_chunk_cache=True, **SMALL | settings)
