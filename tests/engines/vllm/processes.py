@@ -83,6 +83,7 @@ class EngineApart:
         self.process.kill()
         self.process.join(60)
         assert self.process.exitcode == -signal.SIGKILL
+        self._log.unlink()
 
     def stop(self) -> None:
         """As a user would."""
