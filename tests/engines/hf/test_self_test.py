@@ -72,6 +72,7 @@ BREAKS = [
 ]
 
 
+SETTINGS = [{"sink_prefix": prefix} for prefix in ("bos", "none", "document")] + [{"chunk_context": "system"}]
 FIRST = (keys_not_turned, torch.float32)
 
 
@@ -121,7 +122,7 @@ def refuses(broken, model, tokenizer, monkeypatch, caplog):
     assert output.fallback_reason.startswith("self-test failed")
 
 
-@pytest.mark.parametrize("setting", [{"sink_prefix": prefix} for prefix in ("bos", "none", "document")], ids=str)
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_model_passes_with_every_sink_prefix(setting, dtype, narrow, tokenizer):
     llm = LLM(deepcopy(narrow).to(dtype), tokenizer, enable_chunk_cache=True, **setting)
     assert llm.chunk_cache.get_stats()["total_chunks"] == 0
@@ -133,8 +134,7 @@ def test_real_models_pass_with_every_sink_prefix(name, dtype):
     folder = resolve(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    settings = [{"sink_prefix": prefix} for prefix in ("bos", "none", "document")] + [{"chunk_context": "system"}]
-    for setting in settings:
+    for setting in SETTINGS:
         llm = LLM(model, tokenizer, enable_chunk_cache=True, **setting)
         assert llm.chunk_cache.get_stats()["total_chunks"] == 0
         assert llm.chunk_cache.get_stats()["cache_misses"] == 0
