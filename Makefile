@@ -17,7 +17,8 @@ check test test-all test-main test-vllm test-vllm-quick: export VLLM_CPU_OMP_THR
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
 
-# All that needs no vLLM engine.
+# All that needs no vLLM engine, but for what takes many seconds.
+check: MARKED := -m "not slow and not long"
 check: lint test-main test-vllm-quick
 
 test: lint

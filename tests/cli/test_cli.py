@@ -88,6 +88,7 @@ def quick_model(tmp_path, smollm2_folder):
     return folder
 
 
+@pytest.mark.slow
 def test_demo(stored, quick_model, monkeypatch):
     monkeypatch.setenv("KVMOSAIC_DISK_PATH", str(stored))
     before = sorted(stored.rglob("*"))

@@ -66,6 +66,7 @@ def test_a_file_to_come_is_not_made_early(tmp_path):
     assert (tmp_path / "old").read_text() == "kept"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_interrupted_it_says_so_and_goes_on_where_it_stopped(tmp_path, narrow_folder):
     command = [

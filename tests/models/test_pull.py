@@ -59,6 +59,7 @@ print(pull("tiny", wait_for_the_other))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_pull_at_once(tiny: TinyIndex, tmp_path: Path) -> None:
     meeting = tmp_path / "meeting"
     meeting.mkdir()

@@ -10,21 +10,17 @@ from kvmosaic.eval.metrics import kl_per_token
 from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.hf import LLM
 
+pytestmark = pytest.mark.long  # minutes; the same faults fail the exactness tests in seconds
 RATIOS = (0.0, 0.3, 0.6, 0.9, 1.0)
 
 
-@pytest.fixture(scope="module", params=["smollm2-135m", pytest.param("gemma-3-270m", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["smollm2-135m", "gemma-3-270m"])
 def llm(request):
     with LLM(request.param, enable_chunk_cache=True, miss_policy="fill-first", dtype="float32") as engine:
         yield engine
 
 
-LONG = pytest.mark.long
-
-
-@pytest.mark.parametrize(
-    "policy", ["composite", pytest.param("sink-link", marks=LONG), pytest.param("random", marks=LONG)]
-)
+@pytest.mark.parametrize("policy", ["composite", "sink-link", "random"])
 def test_quality_grows_with_the_ratio(llm, policy):
     """Mean KL of the next token to a full prefill, over a few prompts."""
     kl = {ratio: [] for ratio in RATIOS}

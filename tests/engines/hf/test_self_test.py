@@ -76,7 +76,7 @@ SETTINGS = [{"sink_prefix": prefix} for prefix in ("bos", "none", "document")] +
 FIRST = (keys_not_turned, torch.float32)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def dtype(request):
     if request.param == torch.float32:
         yield request.param  # watching each operation costs more than a small model
@@ -93,7 +93,7 @@ def test_broken_reuse_is_refused_and_the_service_goes_on(broken, dtype, narrow, 
 @pytest.mark.parametrize(
     ("broken", "dtype"),
     [
-        pytest.param(broken, dtype, marks=[] if (broken, dtype) == FIRST else pytest.mark.long)
+        pytest.param(broken, dtype, marks=pytest.mark.slow if (broken, dtype) == FIRST else pytest.mark.long)
         for broken in BREAKS
         for dtype in (torch.float32, torch.bfloat16)
     ],
