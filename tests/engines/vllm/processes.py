@@ -100,7 +100,7 @@ class EngineApart:
         if self.process.is_alive() and failure[0] is None:
             self.stop()
         elif self.process.is_alive():
-            self.process.kill()
+            os.killpg(self.pid, signal.SIGKILL)  # with its ranks: one may wait for the other for ever
 
     def _said(self) -> str:
         return f"\n{self._log.read_text(errors='replace')[-4000:]}"
@@ -109,6 +109,7 @@ class EngineApart:
 def _serve(
     pipe: Connection, environment: dict[str, str], log: str, model: str, with_cache: bool, settings: dict[str, Any]
 ) -> None:
+    os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     with open(log, "ab", buffering=0) as file:
