@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.hf import LLM
@@ -72,7 +73,37 @@ def by_token(error):
     return error.square().sum(dim=(0, 1, 3)).sqrt()
 
 
-@pytest.mark.parametrize("places", [(0, 1), (1, 2), (2, 500), (500, 4000), (8000, 8001)], ids=str)
+PLACES = pytest.mark.parametrize("places", [(0, 1), (1, 2), (2, 500), (500, 4000), (8000, 8001)], ids=str)
+
+
+def exact_kv(double_precision, chunk, place):
+    """K and V of a chunk at ``place``, ``[heads, layers, tokens, columns]`` in float64."""
+    with torch.inference_mode():
+        layers = double_precision(
+            torch.tensor([chunk]), position_ids=torch.arange(place, place + len(chunk))[None], use_cache=True
+        ).past_key_values.layers
+    return [torch.stack([getattr(layer, part)[0] for layer in layers], 1) for part in ("keys", "values")]
+
+
+@PLACES
+def test_moving_alone_adds_nothing_but_rounding(without_sink, double_precision, places):
+    """KV of float64 is stored in float32, moved, and compared with float64 at its new place. No attention is computed
+    between, which could magnify rounding. An angle, position times frequency, is only as good as float32 has it."""
+    llm = without_sink
+    place = random.randrange(*places)
+    chunk = [random.randrange(1000, 40000) for _ in range(64)]
+    stored = [part.float() for part in exact_kv(double_precision, chunk, 0)]
+    entry = ChunkKV.from_kv(llm.chunk_cache.key(chunk, (), 8192), chunk, (), *stored)
+    kv = RequestKV(llm.engine.format, 8192, torch.device("cpu"))
+    llm.engine.remap(entry, kv, place, 8192)
+    step = torch.finfo(torch.float32).eps
+    for mine, wanted in zip((kv.k, kv.v), exact_kv(double_precision, chunk, place), strict=True):
+        moved = mine[:, :, place : place + 64].transpose(0, 1)
+        allowed = wanted.norm(dim=-1, keepdim=True) * step * (8 + place + 64)
+        assert ((moved - wanted).abs() <= allowed).all()
+
+
+@PLACES
 def test_an_entry_moved_equals_the_chunk_computed_there(without_sink, double_precision, places):
     """At most 1e-4 off, or no more than the model itself is when it computes the chunk there in fp32: far
     out, fp32 angles (position times frequency) are themselves only good to about 1e-3 in its keys. Tokens differ in
@@ -87,12 +118,8 @@ def test_an_entry_moved_equals_the_chunk_computed_there(without_sink, double_pre
         kv = RequestKV(llm.engine.format, 8192, torch.device("cpu"))
         llm.engine.remap(found.entry, kv, place, 8192)
         there = llm.engine._capture([chunk], place, 8192).row(0, slice(0, 64))
-    with torch.inference_mode():
-        exact = double_precision(
-            torch.tensor([chunk]), position_ids=torch.arange(inside.start, inside.stop)[None], use_cache=True
-        ).past_key_values
     ours = [part[:, :, inside].transpose(0, 1) for part in (kv.k, kv.v)]
-    wanted = [torch.stack([getattr(layer, part)[0] for layer in exact.layers], 1) for part in ("keys", "values")]
+    wanted = exact_kv(double_precision, chunk, place)
     for mine, fp32, fp64 in zip(ours, there, wanted, strict=True):
         allowed = max(1e-4, 2 * float((fp32 - fp64).abs().max()))
         assert float((by_token(mine - fp64) / by_token(fp32 - fp64)).median()) <= 1.2
