@@ -11,6 +11,7 @@ import kvmosaic.engines.vllm.forward.metadata as metadata
 import kvmosaic.engines.vllm.paged.by_backend as backend_blocks
 import kvmosaic.engines.vllm.paged.by_kernel as kernel_blocks
 import kvmosaic.engines.vllm.worker_side.side as side
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from tests.engines.vllm.half import half_precision
 from tests.engines.vllm.helpers import DOCUMENTS, model_config, prompt, start, worker_side
@@ -58,13 +59,14 @@ def first_tokens_left_out(patch):
 
 
 def future_in_sight(patch):
-    """Every virtual sequence is as long as the longest."""
+    """Every virtual sequence is as long as the longest. Tiles, on a GPU, would not ask how long one is."""
 
     def longest(**inputs):
         return build(**inputs | {"seq_lens": torch.full_like(inputs["seq_lens"], inputs["max_seq_len"])})
 
     build = metadata.build_attn_metadata
     patch.setattr(metadata, "build_attn_metadata", longest)
+    patch.setattr(SparseForward, "_in_tiles", lambda self, runs: False)
 
 
 def test_broken_reuse_is_refused_and_the_service_goes_on(loud, monkeypatch, tiny_text):
