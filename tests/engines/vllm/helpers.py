@@ -136,7 +136,7 @@ def close(ours: RequestOutput, theirs: RequestOutput) -> None:
 
 
 def as_before(again: RequestOutput, before: RequestOutput) -> None:
-    """The same to the last bit. On a GPU up to rounding: it rounds otherwise where it computes fewer tokens at once."""
+    """The same to the last bit; on a GPU up to rounding, which depends on how many tokens are computed at once."""
     if torch.cuda.is_available():
         close(again, before)
     else:
