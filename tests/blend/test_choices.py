@@ -29,7 +29,7 @@ class Drawn(AssembledPrompt):
     def question_attention(self, layers):
         assert list(layers) == sorted(set(layers))
         assert set(layers) <= set(self.full_layers)
-        self.charged += len(self.probe) * (layers[-1] + 1)
+        self.charged += len(self.asked) * (layers[-1] + 1)
         weights = torch.rand(self.chunk_tokens, generator=self.lot)
         return weights / weights.sum()
 

@@ -57,7 +57,7 @@ class AssembledPrompt(ABC):
         self.full_layers = tuple(full_layers)
         """Layers whose attention reaches every earlier token, ascending."""
         self.chunk_tokens = sum(map(len, prompt.chunks))
-        self.probe = Span(question.start, min(question.end, question.start + PROBE_TOKENS))
+        self.asked = Span(question.start, min(question.end, question.start + PROBE_TOKENS))
         """The part of the question that :meth:`question_attention` computes; engines may have no room for any."""
         self.charged = 0
 
@@ -65,7 +65,7 @@ class AssembledPrompt(ABC):
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
         """How much the question attends to each chunk token at ``layers`` (ascending, full ones): ``[chunk tokens]``
         in fp32, averaged over heads, over its tokens and over layers; they sum to 1. Charges the question's way
-        through the layers up to the last of these. ``probe`` must not be empty."""
+        through the layers up to the last of these. ``asked`` must not be empty."""
 
     @abstractmethod
     def deviation(self, layer: int, part: KVPart) -> torch.Tensor:
@@ -97,7 +97,7 @@ class AssembledPrompt(ABC):
 
     def probe_share(self, layer: int, ratio: float) -> float:
         """What :meth:`question_attention` up to ``layer`` costs, as a share of what ``ratio`` allows."""
-        return len(self.probe) * (layer + 1) / (ratio * self.num_layers * self.chunk_tokens)
+        return len(self.asked) * (layer + 1) / (ratio * self.num_layers * self.chunk_tokens)
 
     def affordable(self, ratio: float, part_of_layers: float = 1.0) -> int:
         """How many chunk tokens can still be recomputed in all layers (or this part of them) at this ratio."""

@@ -38,7 +38,7 @@ class Composite(Policy):
     def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
         probed = middle_layers(assembled, self.layers)
         # A long question about short chunks: asking would cost more tokens than it is worth.
-        return bool(probed and assembled.probe) and assembled.probe_share(probed[-1], ratio) <= self.asking
+        return bool(probed and assembled.asked) and assembled.probe_share(probed[-1], ratio) <= self.asking
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         if self.probes(assembled, ratio):

@@ -30,7 +30,7 @@ class QueryAttention(Policy):
 
     def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
         probed = middle_layers(assembled, self.layers)
-        return bool(probed and assembled.probe) and assembled.probe_share(probed[-1], ratio) < 1
+        return bool(probed and assembled.asked) and assembled.probe_share(probed[-1], ratio) < 1
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         if not self.probes(assembled, ratio):

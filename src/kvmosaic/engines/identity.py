@@ -17,7 +17,7 @@ _WHERE_AND_WHO = ("_name_or_path", "transformers_version")
 def model_name(name_or_path: str) -> str:
     """A model's name in keys: the last part of a folder's path, the same wherever the folder is; a hub name with its
     owner."""
-    return Path(name_or_path).name if Path(name_or_path).exists() else name_or_path
+    return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
 
 
 def config_identity(config: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ except ImportError:  # then the torch reference is all there is, and nobody asks
 
 ROWS = 128
 """Rows of a tile: tokens times the query heads that share a KV head."""
-PART_KEYS, STEP = 512, 128
+RANGE_KEYS, STEP = 512, 128
 """Keys up to which a tile is never cut; key ranges begin at its multiples."""
 
 
@@ -83,7 +83,7 @@ def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
     """``key_ranges`` and ``split`` of some tiles ``[tiles, 4]``: first token, end, sequence, keys."""
     keys = tiles[:, 3]
     enough = keys.max() if len(tiles) >= at_once else keys.sum() // at_once
-    most = -(-max(PART_KEYS, int(enough)) // STEP) * STEP
+    most = -(-max(RANGE_KEYS, int(enough)) // STEP) * STEP
     counts = -(-keys // most)
     slots = np.where(counts > 1, counts, 0)
     ends = slots.cumsum()

@@ -26,13 +26,13 @@ class HFProbe(AssembledPrompt):
 
         def observe(layer: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
             if layer in layers:
-                asking = q[:, : q.shape[1] - len(extra)][:, -min(QUERY_TOKENS, len(self.probe)) :]
+                asking = q[:, : q.shape[1] - len(extra)][:, -min(QUERY_TOKENS, len(self.asked)) :]
                 weights.append(attention_weights(asking, k[:, positions], scale) / q.shape[0])
 
-        rows = [position for position in self.prompt.fresh_positions() if position < self.probe.end]
+        rows = [position for position in self.prompt.fresh_positions() if position < self.asked.end]
         extra = self._last_token(rows)
         self._engine.probe(self.prompt, [*rows, *extra], self._kv, self._length, layers[-1], observe)
-        self.charged += len(self.probe) * (layers[-1] + 1)
+        self.charged += len(self.asked) * (layers[-1] + 1)
         return torch.stack(weights).mean((0, 1))
 
     def deviation(self, layer: int, part: KVPart) -> torch.Tensor:

@@ -28,7 +28,7 @@ class ChunkLoad:
     """The request's block ids, per KV cache group."""
     spare: tuple[int, ...]
     """Blocks behind the request's own, for filling chunks and for probing the question, for this step alone."""
-    is_shared: bool
+    is_findable: bool
     """Whether other requests may find what is stored for this one; not if it came with a ``cache_salt``."""
     fill: bool
     """Whether missing chunks are filled first; else they are computed as ordinary text."""

@@ -32,11 +32,11 @@ class EngineSetup:
         model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
         # Our front ends give all settings; the profile is for a plain ``vllm serve``.
         config = load_config(model.model, **transfer.kv_connector_extra_config)
-        shape = EngineShape.of(vllm_config, kv_cache_config, config)
         try:
-            policy_served(config.policy, shape.num_layers)
+            policy_served(config.policy, model.hf_text_config.num_hidden_layers)
         except ConfigError as error:
             raise config.blame(error) from None
+        shape = EngineShape.of(vllm_config, kv_cache_config, config)
         tokenizer = _tokenizer(model)
         return cls(
             config,

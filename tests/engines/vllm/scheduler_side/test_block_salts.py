@@ -112,14 +112,14 @@ def test_other_cuts_of_the_same_tokens_have_other_hashes():
     assert not set(ours[FIRST_SALTED:]) & set(theirs)
 
 
-@pytest.mark.parametrize(("ratio", "is_shared"), [(0.0, True), (0.5, False)])
-def test_blocks_before_another_question_are_shared_where_nothing_is_chosen_by_it(ratio, is_shared):
+@pytest.mark.parametrize(("ratio", "is_findable"), [(0.0, True), (0.5, False)])
+def test_blocks_before_another_question_are_shared_where_nothing_is_chosen_by_it(ratio, is_findable):
     both = [
         Side().add(make_request("a", SYSTEM, FIRST, SECOND, question, recompute_ratio=ratio)).block_hashes
         for question in (QUESTION, text(77, 10))
     ]
     whole = 100 // fakes.BLOCK
-    assert (both[0][FIRST_SALTED:whole] == both[1][FIRST_SALTED:whole]) is is_shared
+    assert (both[0][FIRST_SALTED:whole] == both[1][FIRST_SALTED:whole]) is is_findable
 
 
 def test_requests_that_are_served_plainly_from_the_start_keep_their_hashes():

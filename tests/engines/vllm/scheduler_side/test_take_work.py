@@ -98,18 +98,18 @@ def test_a_load_says_all_the_worker_needs():
         shared_until=16,
         blocks=(tuple(blocks),),
         spare=(),
-        is_shared=True,
+        is_findable=True,
         fill=True,
         at_once=None,
     )
 
 
-@pytest.mark.parametrize(("salt", "is_shared"), [(None, True), ("mine", False)])
-def test_nothing_is_shared_that_was_loaded_for_a_request_with_a_cache_salt(salt, is_shared):
+@pytest.mark.parametrize(("salt", "is_findable"), [(None, True), ("mine", False)])
+def test_nothing_is_shared_that_was_loaded_for_a_request_with_a_cache_salt(salt, is_findable):
     side = Side(miss_policy="fill-first")
     side.begin(side.add(ask_about(FIRST, cache_salt=salt)))
     [load] = side.step().loads
-    assert load.is_shared is is_shared
+    assert load.is_findable is is_findable
 
 
 @pytest.mark.parametrize(("policy", "fills"), [("background", False), ("never", False), ("fill-first", True)])

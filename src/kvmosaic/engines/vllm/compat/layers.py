@@ -20,6 +20,12 @@ def _layer_index(name: str) -> tuple[int, str]:
     return (numbers[0] if numbers else 0, name)
 
 
+def has_shared_caches(vllm_config: Any) -> bool:
+    """Whether some layers read another layer's cache and have none of their own."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return any(getattr(layer, "kv_sharing_target_layer_name", None) is not None for layer in layers)
+
+
 def paged_cache(layer: Any) -> torch.Tensor:
     """The paged KV cache of an attention layer; on most backends ``[blocks, heads, block_size, k_dim + v_dim]``."""
     return layer.kv_cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvmosaic.engines.vllm.compat.layers import attention_layers, window_of, write_kv
+from kvmosaic.engines.vllm.compat.layers import attention_layers, has_shared_caches, window_of, write_kv
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
 
 
@@ -22,6 +22,8 @@ class KVLayers:
         """Tokens per block, per KV cache group."""
         self.index_of: dict[str, int] = {layer.layer_name: index for index, layer in enumerate(self.layers)}
         """By vLLM's name of the layer."""
+        self.has_shared_caches = has_shared_caches(vllm_config)
+        """Whether the model has more attention layers than these, which read the caches of these."""
         self._group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
 
     def __len__(self) -> int:

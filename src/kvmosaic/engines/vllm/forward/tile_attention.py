@@ -45,7 +45,8 @@ class TileAttention:
     ) -> "TileAttention | None":
         """``None`` where our kernel does not compute what the layers do. No block is in use yet; ``max_tokens`` is
         the longest sequence."""
-        if not all(map(is_plain_attention, kv.layers)) or len({layer.num_heads for layer in kv.layers}) > 1:
+        is_plain = all(map(is_plain_attention, kv.layers)) and len({layer.num_heads for layer in kv.layers}) == 1
+        if not is_plain or kv.has_shared_caches:  # the layers that share would get no metadata, and compute nothing
             return None
         tiles = cls(kv)
         # Ranks have to decide alike, or they would wait for each other in different passes.

@@ -159,6 +159,8 @@ class PrefixScheduler:
     def due(self, step: Step, tables: BlockTables) -> list[PrefixSave]:
         """What requests computed in earlier steps, and nobody stored yet."""
         saves, self._finished = self._finished, []
+        if not self._requests:
+            return saves
         for request_id, computed in tables.running_before(step).items():
             exact = self._requests.get(request_id)
             if exact is not None:

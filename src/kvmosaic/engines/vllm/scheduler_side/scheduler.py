@@ -170,12 +170,14 @@ class ChunkScheduler:
         if num_external:  # else vLLM's own count is right
             count_cached_tokens(request, local, ours.report["reused_tokens"])
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
-            self._load(ours, local, ids, is_shared=request.cache_salt is None)
+            self._load(ours, local, ids, is_findable=request.cache_salt is None)
         elif ours.has_fetched:
             self._work.released.append(ours.request_id)
         ours.reset_after_alloc()
 
-    def _load(self, request: ChunkRequest, local: int, ids: tuple[tuple[int, ...], ...], *, is_shared: bool) -> None:
+    def _load(
+        self, request: ChunkRequest, local: int, ids: tuple[tuple[int, ...], ...], *, is_findable: bool
+    ) -> None:
         assert local % self._shape.block_size == 0
         assert self._lender is not None
         self._work.loads.append(
@@ -189,7 +191,7 @@ class ChunkScheduler:
                 shared_until=local,
                 blocks=ids,
                 spare=self._lender.lend(request, local, len(ids[0])),
-                is_shared=is_shared,
+                is_findable=is_findable,
                 fill=self._config.miss_policy == "fill-first",
                 at_once=request.at_once,
             )

@@ -66,14 +66,14 @@ class Blender:
 
     def choose(self, blend: Blend) -> np.ndarray:
         """Tokens to recompute, ``[tokens]``, ascending, from the load's start on."""
-        load, probe, choice, _ = blend
+        load, probe, choice, needs_context = blend
         if not probe.chunk_tokens or load.ratio == 0:
             return np.empty(0, dtype=np.int64)
         if load.ratio == 1:
             chosen = probe.positions().numpy()
             return chosen[chosen >= load.start]
         if choice is None:
-            choice = self._ask(load, probe)
+            choice = self._ask(load, probe, needs_context)
             if len(probe.prompt.chunks) == len(load.prompt.chunks):  # else it is no choice for the whole prompt
                 self._choices[load.blend_digest()] = choice
         elif choice.computed_layer is not None:
@@ -82,12 +82,13 @@ class Blender:
             del self._choices[next(iter(self._choices))]
         return choice.positions[choice.positions >= load.start]
 
-    def _ask(self, load: ChunkLoad, probe: VllmProbe) -> _Choice:
+    def _ask(self, load: ChunkLoad, probe: VllmProbe, has_context: bool) -> _Choice:
         policy = policy_named(load.policy)
         try:
             # What a choice takes that does not look at the prompt says nothing of the others.
             with self._timer.stage("probe", load.prompt.question.start - load.start if policy.reads_content else 0):
                 chosen = choose(policy, probe, load.ratio).positions
+            assert has_context or not probe.charged, "the policy probed without saying so"
         except Exception:
             logger.exception("policy %s failed; request %s is recomputed as a whole", load.policy, load.request_id)
             chosen = tuple(probe.positions().tolist())

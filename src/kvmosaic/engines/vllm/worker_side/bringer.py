@@ -105,7 +105,7 @@ class Bringer:
         moved."""
         prompt, size = load.prompt, self._block_sizes[0]
         span = Span(prompt.system.end // size * size, prompt.system.end)
-        if not load.is_shared or not span or load.start > span.start:
+        if not load.is_findable or not span or load.start > span.start:
             return []
         tokens, context = prompt.tokens_of(span), prompt.token_ids[: span.start]
         return [Segment(span, tokens, context, self._cache.key(tokens, context))]

@@ -71,8 +71,9 @@ class ChunkLoader:
             if brought is None:
                 self._stats.count_alike("fallbacks", Fallback.LOAD_ERROR)
                 # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
-                return [*before, self._first_slice(load, _Due(self._fresh_runs(load, [])))]
-            mine = _Due(self._fresh_runs(load, brought.spans), brought.system_remainder)
+                return [*before, self._first_slice(load, _Due(_runs(load, self._fresh(load, []))))]
+            fresh = self._fresh(load, brought.spans)
+            mine = _Due(_runs(load, fresh), brought.system_remainder)
             blend = self._blender.prepare(load, brought.moves)
             if blend.needs_context:
                 # Earlier requests', too: vLLM's prefix cache may have handed this one blocks that they are to
@@ -80,22 +81,19 @@ class ChunkLoader:
                 self._compute([*before, mine])
                 before, mine = [], _Due([])
             blended = self._blender.choose(blend)
-        return [*before, self._first_slice(load, self._with_blended(load, brought, mine, blended))]
+            wanted = np.zeros_like(fresh)
+            wanted[blended] = True
+            wanted &= ~fresh
+            self._count(load, brought, fresh, int(wanted.sum()))
+        if mine.runs:
+            wanted |= fresh
+        return [*before, self._first_slice(load, _Due(_runs(load, wanted), mine.system_remainder))]
 
-    def _with_blended(self, load: ChunkLoad, brought: Brought, mine: _Due, blended: np.ndarray) -> _Due:
-        """What is left of a request, and the tokens ``blended`` in sight of everything before them."""
-        fresh = self._fresh(load, brought.spans)
-        wanted = np.zeros_like(fresh)
-        wanted[blended] = True
-        wanted &= ~fresh
-        recomputed = int(wanted.sum())
+    def _count(self, load: ChunkLoad, brought: Brought, fresh: np.ndarray, recomputed: int) -> None:
         moved = sum(at + len(entry.tokens) - max(at, load.start) for entry, at in brought.moves)
         self._stats.count_alike("tokens", "fresh", int(fresh.sum()))
         self._stats.count_alike("tokens", "recomputed", recomputed)
         self._stats.count_alike("tokens", "reused", moved - recomputed)
-        if mine.runs:
-            wanted |= fresh
-        return _Due(runs_of(wanted, load.prompt.token_ids, load.blocks), mine.system_remainder)
 
     def _first_slice(self, load: ChunkLoad, mine: _Due) -> _Due:
         """What of a request this step computes; later ones compute the rest."""
@@ -106,9 +104,6 @@ class ChunkLoader:
             # It is to be stored when this step is through.
             room = max(room, mine.system_remainder.span.end - mine.runs[0].start)
         return _Due(self.slices.begin(load.request_id, mine.runs, room), mine.system_remainder)
-
-    def _fresh_runs(self, load: ChunkLoad, brought: Sequence[Span]) -> list[Run]:
-        return runs_of(self._fresh(load, brought), load.prompt.token_ids, load.blocks)
 
     def _fresh(self, load: ChunkLoad, brought: Sequence[Span]) -> np.ndarray:
         """The tokens before the question that no entry brought, ``[tokens]`` bool."""
@@ -148,3 +143,7 @@ class ChunkLoader:
             computed = self._paged.compute(runs, ranges)
         for segment, (k, v) in zip(segments, computed, strict=True):
             self._cache.put(segment.key, segment.tokens, segment.context, k, v)
+
+
+def _runs(load: ChunkLoad, wanted: np.ndarray) -> list[Run]:
+    return runs_of(wanted, load.prompt.token_ids, load.blocks)

@@ -43,17 +43,17 @@ class VllmProbe(AssembledPrompt):
         self._ranks = ranks
         # When vLLM was too short of blocks to lend some, or was not asked to, fewer tokens can be asked, or none.
         room = len(self._blocks[0]) * forward.kv.block_sizes[0]
-        self.probe = Span(self.probe.start, max(self.probe.start, min(self.probe.end, room)))
+        self.asked = Span(self.asked.start, max(self.asked.start, min(self.asked.end, room)))
 
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
-        assert self.probe
+        assert self.asked
         queries: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             queries[index].append(q.clone())  # the next layers may use its memory again
 
-        self._forward.probe([self._run(self.probe.start, self.probe.end)], layers, observe)
-        self.charged += len(self.probe) * (layers[-1] + 1)
+        self._forward.probe([self._run(self.asked.start, self.asked.end)], layers, observe)
+        self.charged += len(self.asked) * (layers[-1] + 1)
         weights = []
         for layer, keys in zip(layers, self._paged.reused(self._moves, self._blocks, layers, "k"), strict=True):
             asking = torch.cat(queries[layer])[-QUERY_TOKENS:].transpose(0, 1)
