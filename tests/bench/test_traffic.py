@@ -24,7 +24,7 @@ def corpora(draw):
 
 def trace(corpus, rate):
     """Everything a benchmark draws."""
-    chance = corpus.chance("trace")
+    chance = corpus.rng("trace")
     times = arrivals(rate, 2.0, chance)
     texts, system = corpus.texts(), corpus.system()
     queries = islice(popular(corpus, chance), len(times))
@@ -45,7 +45,7 @@ def test_the_same_seed_is_the_same_trace(corpus, rate):
 @given(corpora())
 @settings(deadline=None)
 def test_a_prompt_is_system_documents_question(corpus):
-    texts, system, chance = corpus.texts(), corpus.system(), corpus.chance("prompt")
+    texts, system, chance = corpus.texts(), corpus.system(), corpus.rng("prompt")
     drawn = next(popular(corpus, chance))
     ids, boundaries = assemble(system, [texts[i] for i in drawn], chance)
     assert boundaries[0][0] == 0
@@ -58,7 +58,7 @@ def test_a_prompt_is_system_documents_question(corpus):
 @given(corpora())
 @settings(deadline=None)
 def test_a_query_has_no_document_twice(corpus):
-    for drawn in islice(popular(corpus, corpus.chance("queries")), 20):
+    for drawn in islice(popular(corpus, corpus.rng("queries")), 20):
         assert len(set(drawn)) == len(drawn) == corpus.per_query
         assert set(drawn) <= set(range(corpus.documents))
 
@@ -66,7 +66,7 @@ def test_a_query_has_no_document_twice(corpus):
 @pytest.mark.parametrize("seed", range(3))
 def test_documents_are_asked_for_by_zipfs_law(seed):
     corpus, queries = Corpus(20, 1, 1, seed), 20_000
-    counts = Counter(drawn[0] for drawn in islice(popular(corpus, corpus.chance("queries")), queries))
+    counts = Counter(drawn[0] for drawn in islice(popular(corpus, corpus.rng("queries")), queries))
     norm = sum(1 / rank for rank in range(1, 21))
     for rank in range(1, 21):
         share = 1 / rank / norm
@@ -76,7 +76,7 @@ def test_documents_are_asked_for_by_zipfs_law(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_more_popular_ones_are_in_more_queries_at_no_fixed_place(seed):
     corpus = Corpus(30, 1, 10, seed)
-    queries = list(islice(popular(corpus, corpus.chance("queries")), 2000))
+    queries = list(islice(popular(corpus, corpus.rng("queries")), 2000))
     counts = Counter(number for drawn in queries for number in drawn)
     thirds = [sum(counts[i] for i in range(first, first + 10)) for first in (0, 10, 20)]
     assert thirds == sorted(thirds, reverse=True)
@@ -87,7 +87,7 @@ def test_more_popular_ones_are_in_more_queries_at_no_fixed_place(seed):
 @given(st.floats(0.5, 50), st.floats(0.1, 20), SEEDS)
 @settings(deadline=None)
 def test_arrivals_are_in_order_and_in_time(rate, seconds, seed):
-    times = arrivals(rate, seconds, Corpus(seed=seed).chance("arrivals"))
+    times = arrivals(rate, seconds, Corpus(seed=seed).rng("arrivals"))
     assert times
     assert times == sorted(times)
     assert all(0 <= at < seconds for at in times)
@@ -96,7 +96,7 @@ def test_arrivals_are_in_order_and_in_time(rate, seconds, seed):
 @pytest.mark.parametrize("rate", [0.5, 4.0, 32.0])
 def test_arrivals_are_a_poisson_process(rate):
     seconds = 4000 / rate
-    times = arrivals(rate, seconds, Corpus().chance("arrivals"))
+    times = arrivals(rate, seconds, Corpus().rng("arrivals"))
     assert abs(len(times) - 4000) < 5 * math.sqrt(4000)
     gaps = [later - sooner for sooner, later in pairwise(times)]
     mean = sum(gaps) / len(gaps)
@@ -109,7 +109,7 @@ def test_arrivals_are_a_poisson_process(rate):
 def test_no_combination_comes_twice(documents, data):
     corpus = Corpus(documents, 1, data.draw(st.integers(1, documents)), data.draw(SEEDS))
     count = data.draw(st.integers(1, min(100, math.comb(documents, corpus.per_query))))
-    drawn = list(new_combinations(corpus, count, corpus.chance("queries")))
+    drawn = list(new_combinations(corpus, count, corpus.rng("queries")))
     assert len(drawn) == len({frozenset(numbers) for numbers in drawn}) == count
     assert all(len(set(numbers)) == corpus.per_query for numbers in drawn)
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ConfigError, match="only 3"):
         Corpus(3, 1, 4)
     with pytest.raises(ConfigError, match="make no 11 combinations"):
-        next(new_combinations(Corpus(5, 1, 3), 11, Corpus().chance("queries")))
+        next(new_combinations(Corpus(5, 1, 3), 11, Corpus().rng("queries")))
 
 
 def test_times_of_a_request():
