@@ -1,5 +1,6 @@
 """Shared fixtures: the real small model and its tokenizer; seeds; how much Hypothesis tries."""
 
+import logging
 import os
 from collections.abc import Generator
 from importlib.util import find_spec
@@ -60,6 +61,15 @@ def no_profiles(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path_factory.mktemp("profiles")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_log_levels():
+    """Commands that run in this process set log levels for the rest of it, and tests behind them read the log."""
+    yield
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("kvmosaic") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
