@@ -8,11 +8,11 @@ VLLM_BIN := $(VENV)-vllm/bin
 TEST_JOBS ?= 2
 PYTEST := -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10
 
-.PHONY: demo check test test-all test-main test-vllm test-vllm-quick servers lint clean
+.PHONY: demo check test test-all test-main test-vllm test-vllm-quick soak servers lint clean
 .NOTPARALLEL:  # each suite uses all cores
 
-check test test-all test-main test-vllm test-vllm-quick: export OMP_NUM_THREADS ?= 1
-check test test-all test-main test-vllm test-vllm-quick: export VLLM_CPU_OMP_THREADS_BIND ?= nobind
+check test test-all test-main test-vllm test-vllm-quick soak: export OMP_NUM_THREADS ?= 1
+check test test-all test-main test-vllm test-vllm-quick soak: export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
@@ -34,10 +34,17 @@ test-main: $(VENV)/.dev servers
 
 # vLLM on the CPU, in an environment of its own: it pins libraries that the embedded engine leaves open.
 test-vllm: $(VENV)-vllm/.ready servers
-	$(VLLM_BIN)/python $(PYTEST) $(MARKED) tests/engines/vllm
+	$(VLLM_BIN)/python $(PYTEST) $(MARKED) tests/engines/vllm tests/soak
 
 test-vllm-quick: $(VENV)-vllm/.ready
 	$(VLLM_BIN)/python -m pytest --durations=10 -m "not engine and not long" tests/engines/vllm
+
+# A million operations of two processes on one store, then SOAK_MINUTES of random traffic and faults: docs/reliability.md.
+SOAK_MINUTES ?= 30
+soak: export SOAK_MINUTES := $(SOAK_MINUTES)
+soak: $(VENV)-vllm/.ready servers
+	$(VLLM_BIN)/python -m tests.store.soak
+	$(VLLM_BIN)/python -m tests.soak
 
 # What tests of remote tiers start: installs it where that is allowed, and else says so.
 servers:

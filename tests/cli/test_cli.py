@@ -107,6 +107,7 @@ def test_demo(stored, quick_model, monkeypatch):
     assert result["peak_mb"] < 4096
 
 
+@pytest.mark.slow
 def test_generate_keeps_documents_between_calls(tmp_path, narrow_folder):
     document = tmp_path / "ferry.txt"
     document.write_text("The ferry Cormorant leaves at 6:40 in the morning.")
@@ -131,7 +132,8 @@ def test_generate_keeps_documents_between_calls(tmp_path, narrow_folder):
 
 def test_generate_reads_stdin(narrow_folder):
     options = ("--model", narrow_folder, "--max-tokens", 2, "--json")
-    output = kvmosaic_here("generate", "-", *options, stdin="s # # some document # # question")
+    document = "some document of a few more words than the shortest one that is worth to be stored has"
+    output = kvmosaic_here("generate", "-", *options, stdin=f"s # # {document} # # question")
     assert len(output["chunks"]) == 1
 
 
@@ -144,15 +146,24 @@ def test_store_ls_and_purge(stored):
 
 
 def test_store_verify_sets_damaged_files_aside(stored):
-    assert kvmosaic_here("store", "verify", "--path", stored, "--json") == {"checked": 4, "set_aside": 0}
+    assert kvmosaic_here("store", "verify", "--path", stored, "--json") == {
+        "checked": 4,
+        "set_aside": 0,
+        "other_key": 0,
+    }
     file = next(stored.rglob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     assert "1 damaged" in kvmosaic_here("store", "verify", "--path", stored, check=1)
-    assert kvmosaic_here("store", "verify", "--path", stored, "--json") == {"checked": 3, "set_aside": 0}
+    assert kvmosaic_here("store", "verify", "--path", stored, "--json") == {
+        "checked": 3,
+        "set_aside": 0,
+        "other_key": 0,
+    }
 
 
+@pytest.mark.slow
 def test_bench_lookup_is_flat():
     """A factor of a thousand in entries must not show; the bound is loose because machines are noisy."""
     assert kvmosaic_here("bench", "lookup", "--json")["ratio_1e5_over_1e2"] < 10
@@ -225,3 +236,10 @@ def test_results_go_to_stdout_and_json_is_alone_there(stored):
 def test_settings_from_the_environment(tmp_path, smollm2_folder, monkeypatch):
     monkeypatch.setenv("KVMOSAIC_CHUNK_HASH_ALGORITHM", "md5")
     assert "chunk_hash_algorithm" in kvmosaic_here("generate", "hi", check=2)
+
+
+def test_separator(narrow_folder):
+    drawn = [kvmosaic_here("separator", narrow_folder, "--json") for _ in range(2)]
+    assert drawn[0]["separator"] != drawn[1]["separator"]
+    assert drawn[0]["tokens"] <= 8
+    assert kvmosaic_here("separator", "--json")["tokens"] is None

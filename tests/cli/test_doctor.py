@@ -86,6 +86,7 @@ def test_one_screen_for_a_real_model(smollm2_folder):
     assert table["KV in float32"] == ["ok", "45.0 KiB a token; tokens: host 46,603"]
 
 
+@pytest.mark.slow
 def test_json_is_alone_on_stdout():
     done = run("--json")
     assert done.returncode == 0, done.stderr
@@ -176,6 +177,34 @@ def test_disk_space_counts_what_is_already_there(monkeypatch, tmp_path):
     assert "2MiB" in advice
     (tmp_path / "entry.safetensors").write_bytes(bytes(2**20))
     assert rows_of()["disk tier"][0] == "ok"
+
+
+def test_files_that_others_can_read_or_write(monkeypatch, tmp_path):
+    root = tmp_path / "kv"
+    monkeypatch.setenv("KVMOSAIC_DISK_PATH", str(root))
+    assert "disk tier's files" not in rows_of()
+    (root / "tenant").mkdir(parents=True)
+    file = root / "tenant" / "entry.safetensors"
+    file.write_bytes(b"kv")
+    for places, mode in (([root, file.parent], 0o700), ([file], 0o600)):
+        for place in places:
+            place.chmod(mode)
+    assert rows_of()["disk tier's files"][0] == "ok"
+    for place, mode in ((file, 0o604), (file.parent, 0o701), (root, 0o770)):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        verdict, found, advice = rows_of()["disk tier's files"]
+        assert verdict == "warn"
+        assert str(place) in found
+        assert f"chmod -R go= {root}" in advice
+        place.chmod(before)
+
+
+def test_a_store_key_is_judged_and_not_shown(monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_STORE_KEY", "a" * 15)
+    assert "KVMOSAIC_STORE_KEY" in rows_of(status=1)["settings"][2]
+    monkeypatch.setenv("KVMOSAIC_STORE_KEY", "correct-horse-battery")
+    assert "correct-horse" not in str(rows_of())
 
 
 def test_a_quota_counts_what_the_tenant_has(monkeypatch, tmp_path):
@@ -345,6 +374,7 @@ def test_models_that_are_not_here(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_hub_name_is_read_from_the_local_cache(tmp_path):
     cached = tmp_path / "hub" / "models--some--one"
     (cached / "snapshots").mkdir(parents=True)

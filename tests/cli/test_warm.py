@@ -15,9 +15,10 @@ def warm(model, *arguments, check=0, run=kvmosaic_here):
 
 
 @pytest.fixture
-def corpus(tmp_path):
+def corpus(tmp_path, monkeypatch):
     folder = tmp_path / "corpus"
     (folder / "more").mkdir(parents=True)
+    monkeypatch.setenv("KVMOSAIC_MIN_CHUNK_TOKENS", "1")
     (folder / "a.txt").write_text("The ferry Cormorant leaves at 6:40.\n")
     (folder / ".hidden").write_text("not a document")
     lines = [
@@ -27,13 +28,14 @@ def corpus(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_documents_are_found_by_later_processes_and_not_filled_again(narrow_folder, corpus, tmp_path):
     entries = tmp_path / "kv"
     first = warm(narrow_folder, corpus / "a.txt", "--disk-path", entries, "--json", run=kvmosaic)
     assert (first["documents"], first["filled"]) == (1, 1)
     both = warm(narrow_folder, corpus, corpus / "a.txt", "--disk-path", entries, "--json")
     tokens = both.pop("filled_tokens")
-    assert both == {"documents": 4, "filled": 2, "known": 2, "too_long": 0, "lost": 0}
+    assert both == {"documents": 4, "filled": 2, "known": 2, "too_long": 0, "too_short": 0, "lost": 0}
     assert tokens > 10
     options = ("--model", narrow_folder, "--document", corpus / "a.txt", "--disk-path", entries, "--max-tokens", 1)
     [chunk] = kvmosaic_here("generate", "When does the ferry leave?", *options, "--json")["chunks"]
@@ -45,6 +47,14 @@ def test_documents_for_which_there_is_no_room_are_reported(narrow_folder, corpus
     output = warm(narrow_folder, corpus, "--disk-path", tmp_path / "kv", check=1)
     assert "3 documents: 3 filled" in output
     assert "1 of them could not be kept" in output
+
+
+def test_documents_that_are_too_short_to_be_looked_up_are_counted(narrow_folder, corpus, tmp_path, monkeypatch):
+    (corpus / "long.txt").write_text("The ferry Cormorant leaves at 6:40. " * 3)
+    monkeypatch.setenv("KVMOSAIC_MIN_CHUNK_TOKENS", "25")
+    output = warm(narrow_folder, corpus, "--disk-path", tmp_path / "kv", "--json")
+    counts = output["filled"], output["too_short"], output["known"], output["lost"]
+    assert counts == (1, 3, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.remote_url import RemoteUrl
+from kvmosaic.core.store_key import StoreKey
 
 
 def test_defaults():
@@ -31,7 +32,10 @@ def test_precedence(monkeypatch, tmp_path):
         {"chunk_hash_algorithm": "md5"},
         {"recompute_ratio": 1.5},
         {"host_memory": "many"},
-        {"chunk_separator": ""},
+        {"min_chunk_tokens": 0},
+        {"client_parameters": "policy,oracle"},
+        {"client_parameters": ["all", "policy"]},
+        {"client_parameters": 5},
         {"no_such_setting": 1},
         {"chunk_context": "everything"},
         {"tenant": ""},
@@ -88,7 +92,7 @@ def test_a_password_in_a_url_is_not_repeated():
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("variable", ["KVMOSAIC_TENNANT", "KVMOSAIC_HOSTMEMORY", "KVMOSAIC_PREFIX_BLOCK"])
+@pytest.mark.parametrize("variable", ["KVMOSAIC_TENNANT", "KVMOSAIC_HOSTMEMORY", "KVMOSAIC_STORE_KEYS"])
 def test_a_misspelt_variable_is_refused(monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ConfigError, match=f"{variable}: there is no such setting; did you mean KVMOSAIC_[A-Z_]+"):
@@ -99,3 +103,67 @@ def test_a_misspelt_variable_is_refused(monkeypatch, variable):
 def test_other_variables_are_left_alone(monkeypatch, name):
     monkeypatch.setenv(f"KVMOSAIC_{name}", "1")
     load_config()
+
+
+def set_everywhere(monkeypatch, tmp_path, name, value, variable, yaml):
+    """A setting from each source in turn."""
+    yield load_config(**{name: value})
+    with monkeypatch.context() as patch:
+        patch.setenv(f"KVMOSAIC_{name.upper()}", variable)
+        yield load_config()
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"{name}: {yaml}\n")
+    with monkeypatch.context() as patch:
+        patch.setenv("KVMOSAIC_CONFIG", str(path))
+        yield load_config()
+
+
+@pytest.mark.parametrize(("value", "yaml"), [("", '""'), (None, "null")])
+def test_the_separator_can_be_switched_off(monkeypatch, tmp_path, value, yaml):
+    for config in set_everywhere(monkeypatch, tmp_path, "chunk_separator", value, "", yaml):
+        assert config.chunk_separator is None
+        # As the settings reach an engine's processes.
+        assert load_config(**config.model_dump(mode="json")).chunk_separator is None
+    assert load_config().chunk_separator == " # # "
+
+
+@pytest.mark.parametrize(
+    ("value", "variable", "yaml", "allowed"),
+    [
+        ("all", "all", "all", {"chunk_cache", "recompute_ratio", "policy", "boundaries", "report"}),
+        ("none", "none", "none", set()),
+        ([], "", "[]", set()),
+        (["policy", "report"], "policy, report", "[policy, report]", {"policy", "report"}),
+        ("boundaries", "boundaries", "boundaries", {"boundaries"}),
+    ],
+)
+def test_which_parameters_clients_may_send(monkeypatch, tmp_path, value, variable, yaml, allowed):
+    for config in set_everywhere(monkeypatch, tmp_path, "client_parameters", value, variable, yaml):
+        assert config.allowed_parameters == allowed
+        assert load_config(**config.model_dump(mode="json")).allowed_parameters == allowed
+
+
+def test_reports_are_not_allowed_by_default():
+    assert load_config().allowed_parameters == {"chunk_cache", "recompute_ratio", "policy", "boundaries"}
+
+
+SECRET = "correct-horse-battery"
+
+
+def test_a_store_key_is_never_shown(monkeypatch, caplog):
+    monkeypatch.setenv("KVMOSAIC_STORE_KEY", SECRET)
+    config, key = load_config(), StoreKey.from_environment()
+    assert key is not None
+    for text in (repr(config), str(config.model_dump()), repr(key), str(vars(config)), key.id, caplog.text):
+        assert SECRET not in text
+    with pytest.raises(ConfigError, match="KVMOSAIC_STORE_KEY") as error:
+        load_config(store_key=SECRET)
+    assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "short", "fifteen-bytes-1"])
+def test_a_store_key_that_is_too_short_is_refused(monkeypatch, text):
+    monkeypatch.setenv("KVMOSAIC_STORE_KEY", text)
+    with pytest.raises(ConfigError, match=r"KVMOSAIC_STORE_KEY: .* at least 16") as error:
+        load_config()
+    assert not text or text not in str(error.value)

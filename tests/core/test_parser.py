@@ -1,14 +1,20 @@
 """The parser: separators found in token ids, whatever they merged with."""
 
+import itertools
 import logging
+import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmosaic.core.errors import ConfigError, PromptError
+from kvmosaic.core.limits import MAX_CHUNKS
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import Span
+from kvmosaic.core.separator import BITS, _words, random_separator
+from kvmosaic.core.token_bytes import TokenBytes
 
 SEPARATORS = [" # # ", "\n\n", "###", " <sep> ", "—"]
 
@@ -109,12 +115,19 @@ def test_boundaries_replace_the_search():
     assert (prompt.system, prompt.question) == (Span(0, 3), Span(203, 205))
 
 
+def test_text_between_boundaries_is_ordinary():
+    prompt = ChunkTokenParser(None).parse(range(30), boundaries=[(0, 3), (5, 9), (9, 9), (12, 20), (22, 30)])
+    assert prompt.chunks == (Span(5, 9), Span(12, 20))
+    assert list(prompt.fresh_positions()) == [*range(5), *range(9, 12), *range(20, 30)]
+
+
 @pytest.mark.parametrize(
     "boundaries",
     [
         [],
         [(0, 10)],
-        [(0, 3), (4, 10)],
+        [(0, 3), (2, 10)],
+        [(1, 3), (3, 10)],
         [(0, 3), (3, 9)],
         [(0, 5), (5, 3), (3, 10)],
         [(0, 5), (5, 10), (10, 10)],
@@ -131,8 +144,6 @@ def test_refusals(tokenizer):
         ChunkTokenParser(tokenizer).parse([])
     with pytest.raises(PromptError, match="empty"):
         ChunkTokenParser(tokenizer).parse("")
-    with pytest.raises(ConfigError, match="separator is empty"):
-        ChunkTokenParser(tokenizer, "")
     with pytest.raises(PromptError, match="no tokenizer"):
         ChunkTokenParser(None).parse("text")
 
@@ -145,3 +156,75 @@ def test_a_separator_the_vocabulary_lacks_is_refused():
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(ConfigError, match="does not survive"):
         ChunkTokenParser(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]"), " # # ")
+
+
+# --- what is worth storing, and how much of it
+
+
+def test_chunks_that_are_too_short_are_ordinary_text(tokenizer):
+    text = "System." + "".join(f" # # {'word ' * length}" for length in (3, 30, 1, 40)) + " # # Question?"
+    every = ChunkTokenParser(tokenizer).parse(text)
+    some = ChunkTokenParser(tokenizer, min_chunk_tokens=16).parse(text)
+    assert [len(span) >= 16 for span in every.chunks] == [False, True, False, True]
+    assert some.chunks == (every.chunks[1], every.chunks[3])
+    assert some.token_ids == every.token_ids
+
+
+def test_shortest_chunks_by_boundaries():
+    parser = ChunkTokenParser(None, min_chunk_tokens=16)
+    prompt = parser.parse(list(range(60)), [(0, 5), (5, 20), (20, 36), (36, 60)])
+    assert prompt.chunks == (Span(20, 36),)
+
+
+def test_chunks_beyond_the_limit_are_ordinary_text_and_one_line_says_so(tokenizer, caplog):
+    text = "System." + " # # word word" * (MAX_CHUNKS + 10) + " # # Question?"
+    prompt = ChunkTokenParser(tokenizer).parse(text)
+    assert len(prompt.chunks) == MAX_CHUNKS
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    edges = [(number, number + 1) for number in range(MAX_CHUNKS + 12)]
+    assert len(ChunkTokenParser(None).parse(list(range(MAX_CHUNKS + 12)), edges).chunks) == MAX_CHUNKS
+
+
+def test_short_chunks_do_not_count_towards_the_limit():
+    lengths = [1] * MAX_CHUNKS + [20, 20]
+    ends = [*itertools.accumulate([3, *lengths, 5])]
+    prompt = ChunkTokenParser(None, min_chunk_tokens=16).parse(list(range(ends[-1])), [*pairwise([0, *ends])])
+    assert [len(span) for span in prompt.chunks] == [20, 20]
+
+
+@pytest.mark.parametrize("separator", [None, ""])
+def test_with_the_separator_switched_off_no_text_cuts_a_prompt(tokenizer, separator):
+    parser = ChunkTokenParser(tokenizer, separator)
+    assert parser.parse("System. # # A document. # # Question?").chunks == ()
+    ids = tokenizer.encode("System. # # A document. # # Question?")
+    assert parser.parse(ids, [(0, 3), (3, 9), (9, len(ids))]).chunks == (Span(3, 9),)
+    assert parser.document_tokens(" A document # # of two.") == tuple(
+        tokenizer.encode(" A document # # of two.", add_special_tokens=False)
+    )
+
+
+def test_a_prompt_of_nothing_but_separators_takes_no_longer_than_another(tokenizer):
+    ids = tokenizer.encode(" # # ", add_special_tokens=False) * 200_000
+    assert ChunkTokenParser(tokenizer).parse(ids).chunks == ()
+
+
+@pytest.mark.parametrize("token", [-1, 2**40, 10**30, 49152])
+def test_a_token_that_is_none_stands_for_no_text(tokenizer, token):
+    assert TokenBytes(tokenizer)[token] == b""
+
+
+# --- separators that nobody can guess
+
+
+def test_random_separators(tokenizer):
+    drawn = [random_separator(tokenizer) for _ in range(5)] + [random_separator() for _ in range(5)]
+    assert len(set(drawn)) == 10
+    for separator in drawn:
+        parser = ChunkTokenParser(tokenizer, separator)
+        parts = ["Be brief. # # no", "One document.", "Paris? # # Still the same document", "Question?"]
+        prompt = parser.parse(separator.join(parts))
+        texts = [tokenizer.decode(prompt.tokens_of(span)) for span in prompt.chunks]
+        assert texts == [f"{separator}{part}" for part in parts[1:-1]]
+    assert max(len(tokenizer.encode(separator)) for separator in drawn[:5]) <= 8
+    words = len(_words(tokenizer))
+    assert (len(drawn[0].split()) - 1) * math.log2(words) >= BITS

@@ -47,3 +47,15 @@ def test_the_neutral_text_is_short(tokenizer):
         return tokenizer.encode(text, add_special_tokens=False)
 
     assert 120 <= len(sink_tokens("document", " # # ", 0, plain)) <= 180
+
+
+def test_without_a_separator_the_neutral_text_has_paragraphs():
+    asked = []
+
+    def encode(text):
+        asked.append(text)
+        return [7]
+
+    assert sink_tokens("document", None, 1, encode) == [1, 7]
+    assert asked[0].count("\n\n") == 3
+    assert sink_tokens("bos", None, 1, encode) == [1]

@@ -40,6 +40,7 @@ def refused(layer, rows, tables):
         explain(layer, rows, tables)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_explained_in_every_layer(engine, layers):
     [table] = engine._tables
     width = engine.format.k_dim

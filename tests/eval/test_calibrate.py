@@ -100,6 +100,7 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "own.jsonl"
 
 
+@pytest.mark.slow
 def test_what_it_chooses_is_what_the_engine_does(monkeypatch, capsys, data, tmp_path, narrow_folder, tokenizer):
     path, run = profile_path(str(narrow_folder)), partial(calibrate, monkeypatch, model=narrow_folder)
     options = ("--data", data, "--policies", "sink-link", "--ratios", "0.3", "--sink-prefixes", "bos,document")

@@ -100,6 +100,30 @@ def test_scatter_equals_its_reference(case):
         torch.testing.assert_close(ours, theirs, atol=exact, rtol=exact)
 
 
+@pytest.mark.parametrize("change", ["more heads", "fewer heads", "dtype", "more numbers", "not contiguous"])
+@pytest.mark.parametrize("move_all", [scatter, scatter_reference])
+def test_an_entry_of_other_sizes_is_written_nowhere(change, move_all):
+    """All entries agree, as one engine's would; behind the heads of the cache there is somebody else's memory."""
+    heads, k_dim, count, size = 2, 64, 4, 16
+    whole = torch.zeros(count, 2 * heads, size, 2 * k_dim, device=DEVICE)
+    caches = PagedCaches([whole[:, :heads]], k_dim, [None], None)
+    data = torch.ones(heads, size * 2 * k_dim, device=DEVICE)
+    wrong = {
+        "more heads": torch.ones(2 * heads, size * 2 * k_dim, device=DEVICE),
+        "fewer heads": data[:1],
+        "dtype": data.half(),
+        "more numbers": torch.ones(heads, 2 * size * 2 * k_dim, device=DEVICE),
+        "not contiguous": torch.ones(heads, 2 * size * 2 * k_dim, device=DEVICE)[:, ::2],
+    }[change]
+    moves = [Move(wrong, size, 0, position) for position in (0, size)]
+    with pytest.raises(ValueError, match="an entry of"):
+        move_all(moves, caches, range(count))
+    assert not whole.any()
+    move_all([Move(data, size, 0, 0)], caches, range(count))
+    assert whole[:1, :heads].all()
+    assert not whole[:, heads:].any()
+
+
 @pytest.mark.parametrize("case", range(100 if GPU else examples(12, 5)))
 def test_gather_equals_its_reference(case):
     seed = random.randrange(10**6)

@@ -47,3 +47,43 @@ def test_a_name_on_the_hub_is_looked_up_in_its_cache(tmp_path, monkeypatch):
     (snapshot / "config.json").write_text("{}")
     write(snapshot, model=b"weights")
     assert weights_digest("owner/name") == weights_digest(str(snapshot)) is not None
+
+
+def test_another_file_with_the_size_and_time_of_the_one_before_it(tmp_path, monkeypatch):
+    """As a tool leaves it that restores times, like ``rsync -t`` or ``cp -p``, in place or by a new file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write(tmp_path / "model", a=random.randbytes(1000))
+    file = folder / "a.safetensors"
+    seen = [weights_digest(str(folder))]
+    for replaces in (False, True):
+        times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+        fresh = tmp_path / "fresh" if replaces else file
+        fresh.write_bytes(random.randbytes(1000))
+        os.utime(fresh, ns=times)
+        fresh.rename(file)
+        seen.append(weights_digest(str(folder)))
+    assert seen[0] != seen[1] != seen[2] != seen[0]
+
+
+def test_a_name_on_the_hub_in_a_folder_that_the_user_chose(tmp_path, monkeypatch):
+    """``--download-dir``."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "usual"))
+    seen = []
+    for content in (b"one", b"two"):
+        chosen = tmp_path / content.decode()
+        snapshot = chosen / "models--owner--name" / "snapshots" / "0123"
+        snapshot.mkdir(parents=True)
+        (chosen / "models--owner--name" / "refs").mkdir()
+        (chosen / "models--owner--name" / "refs" / "main").write_text("0123")
+        (snapshot / "config.json").write_text("{}")
+        write(snapshot, model=content)
+        seen.append(weights_digest("owner/name", None, str(chosen)))
+    assert None not in seen
+    assert seen[0] != seen[1]
+
+
+def test_a_folder_with_nothing_but_a_configuration_says_nothing_of_weights(tmp_path):
+    """What vLLM has of a model whose weights are streamed from an object store."""
+    for name in ("config.json", "tokenizer.model", "README.md"):
+        (tmp_path / name).write_text("{}")
+    assert weights_digest(str(tmp_path)) is None

@@ -12,6 +12,7 @@ from store_helpers import make_entry, same
 
 from kvmosaic.store.tiers.remote import RemoteTier
 
+pytestmark = pytest.mark.slow
 SMALL = ("--entries", "2", "--tokens", "5", "--layers", "2", "--heads", "4", "--head-dim", "8")
 
 

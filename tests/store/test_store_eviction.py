@@ -1,9 +1,13 @@
 """The eviction policy alone."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_helpers import make_entry
 
 from kvmosaic.bench import eviction as bench
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store import ChunkStorageManager, HostTier
 from kvmosaic.store.eviction import S3Fifo
 
 
@@ -40,30 +44,38 @@ def test_what_cannot_fit_evicts_nothing() -> None:
     for key in range(10):
         fill(policy, key)
     assert policy.make_room(11) is None
-    assert policy.make_room(3, pinned=range(8)) is None
+    for key in range(8):
+        policy.pin(key)
+    assert policy.make_room(3) is None
     assert len(policy) == 10
-    assert set(policy.make_room(2, pinned=range(8)) or ()) == {8, 9}
+    assert set(policy.make_room(2) or ()) == {8, 9}
 
 
 @settings(deadline=None)
 @given(
     st.integers(0, 60),
-    st.lists(st.tuples(st.sampled_from("artm"), st.integers(0, 15), st.integers(0, 25)), max_size=80),
-    st.sets(st.integers(0, 15), max_size=5),
+    st.lists(st.tuples(st.sampled_from("aartmpu"), st.integers(0, 15), st.integers(0, 25)), max_size=80),
 )
 def test_keeps_to_the_budget_and_never_names_a_pinned_key(
-    capacity: int, operations: list[tuple[str, int, int]], pinned: set[int]
+    capacity: int, operations: list[tuple[str, int, int]]
 ) -> None:
     policy = S3Fifo[int](capacity)
     held: dict[int, int] = {}
+    pinned: set[int] = set()
     for operation, key, nbytes in operations:
-        if operation == "r":
+        if operation == "p":
+            policy.pin(key)
+            pinned.add(key)
+        elif operation == "u":
+            policy.unpin(key)
+            pinned.discard(key)
+        elif operation == "r":
             policy.remove(key)
             held.pop(key, None)
         elif operation == "t":
             policy.touch(key)
         elif key not in held:
-            victims = policy.make_room(nbytes, pinned)
+            victims = policy.make_room(nbytes)
             locked = sum(size for other, size in held.items() if other in pinned)
             assert (victims is None) == (locked + nbytes > capacity)
             for victim in victims or ():
@@ -75,6 +87,33 @@ def test_keeps_to_the_budget_and_never_names_a_pinned_key(
         assert policy.nbytes == sum(held.values()) <= capacity
         assert len(policy) == len(held)
         assert all(key in policy for key in held)
+
+
+@pytest.mark.parametrize("pinned", [100, 3000])
+def test_an_eviction_costs_the_same_however_many_keys_are_pinned(
+    pinned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in hashes of keys: each one looked at costs one."""
+    one = make_entry(0, tokens=1).nbytes
+    store = ChunkStorageManager([HostTier((pinned + 20) * one)])
+    entries = [make_entry(number, tokens=1) for number in range(pinned + 220)]
+    hashes = 0
+
+    def counted(key: ChunkKey) -> int:
+        nonlocal hashes
+        hashes += 1
+        return hash(key.content_hash)
+
+    with store.pin([entry.key for entry in entries[:pinned]]):
+        for entry in entries[: pinned + 20]:
+            assert store.put(entry)
+        store.put(entries[pinned + 20])  # which meets the pinned ones, once
+        monkeypatch.setattr(ChunkKey, "__hash__", counted)
+        for entry in entries[pinned + 21 :]:
+            assert store.put(entry)
+    assert store.get_stats()["evictions"] == 200
+    assert all(store.contains(entry.key) for entry in entries[:pinned])
+    assert hashes < 200 * 60 + 20 * pinned  # the latter when they are unpinned and asked for
 
 
 def test_beats_lru_when_scans_are_mixed_in() -> None:

@@ -32,6 +32,7 @@ from kvmosaic.store import MissReason, open_store
 from kvmosaic.store.codec import Encoding
 from kvmosaic.store.remote.heads import values_of
 from kvmosaic.store.remote.keys import names_of, part_keys, remote_key
+from kvmosaic.store.seal import Seal
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 from tests.examples import examples
 
@@ -138,7 +139,7 @@ def test_one_bad_head_is_a_counted_miss_for_those_who_need_it(
     elif damage == "longer":
         change(tier, name, lambda value: value.append(0))
     else:
-        other = values_of(of_share(entry if damage == "other head" else model_entry(2), share(0, 1)))
+        other = values_of(of_share(entry if damage == "other head" else model_entry(2), share(0, 1)), Seal())
         plant(tier, name, b"".join(other[4 if damage == "other head" else bad]()))
     reason = MissReason.NEW if damage == "missing" else MissReason.CORRUPT
     own = share(1, 2)
@@ -163,13 +164,13 @@ def test_sound_heads_of_different_entries_are_no_entry(tier: RemoteTier, server:
     for other in (model_entry(1, dtype=torch.float32), model_entry(1, k_dim=5, v_dim=3)):
         entry = model_entry(1)
         fill(server.url, 1, [entry])
-        plant(tier, head_name(entry, 3), b"".join(values_of(of_share(other, share(0, 1)))[3]()))
+        plant(tier, head_name(entry, 3), b"".join(values_of(of_share(other, share(0, 1)), Seal())[3]()))
         assert [result.reason for result in results(server.url, 1, entry)] == [MissReason.CORRUPT]
         assert not names(tier)
     layers = make_entry(1, heads=HEADS, layers=LAYERS + 1)
     own = of_share(model_entry(1), share(0, 1)).key
     for head, key in enumerate(part_keys(own)):
-        plant(tier, head_name(model_entry(1), head), b"".join(Encoding(layers).value(key, head, head + 1)))
+        plant(tier, head_name(model_entry(1), head), b"".join(Encoding(layers, Seal()).value(key, head, head + 1)))
     assert [result.reason for result in results(server.url, 1, model_entry(1))] == [MissReason.CORRUPT]
 
 
@@ -188,7 +189,7 @@ def test_other_dtypes_models_tenants_and_layers_find_nothing(tier: RemoteTier, s
     ):
         assert store.lookup(other, entry.tokens, entry.context).reason is MissReason.NEW
         # And if somebody copies values to such names, they say whose they are.
-        for name, value in zip(names_of(other), values_of(of_share(entry, share(0, 1))), strict=False):
+        for name, value in zip(names_of(other), values_of(of_share(entry, share(0, 1)), Seal()), strict=False):
             plant(tier, name, b"".join(value()))
         fresh = opened(server.url, share(0, 1))
         assert fresh.lookup(other, entry.tokens, entry.context).reason is MissReason.CORRUPT

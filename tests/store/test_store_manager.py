@@ -86,7 +86,8 @@ def test_hit_miss_and_counters() -> None:
     assert store.lookup(entry.key, (9, 9, 9, 9), CONTEXT).reason is MissReason.COLLISION
     stats = store.get_stats()
     assert (stats["cache_hits"], stats["cache_misses"], stats["hit_rate"]) == (1, 3, 0.25)
-    assert stats["misses_by_reason"] == {"new": 1, "evicted": 0, "corrupt": 0, "collision": 2, "error": 0}
+    reasons = {reason: count for reason, count in stats["misses_by_reason"].items() if count}
+    assert reasons == {"new": 1, "collision": 2}
     assert stats["current_memory_mb"] * 2**20 == ONE
     assert stats["total_chunks"] == 1
 
@@ -101,6 +102,7 @@ def test_an_entry_larger_than_the_budget_is_refused() -> None:
 def test_refused_by_host_but_taken_by_disk(tmp_path: Path) -> None:
     store = two_tiers(tmp_path, host=0)
     assert store.put(make_entry(1))
+    store.flush()
     assert find(store, make_entry(1)).tier == "disk"
     assert not two_tiers(tmp_path / "other", host=0, disk=10).put(make_entry(2))
 
@@ -228,19 +230,18 @@ def test_what_is_queued_can_be_looked_up_and_writes_are_not_waited_for() -> None
     assert len(slow.entries) == 5
 
 
-def test_a_full_queue_makes_the_caller_wait() -> None:
+def test_a_full_queue_makes_nobody_wait() -> None:
+    """What host memory holds anyway may wait as long as it likes; of what it loses, some is dropped and counted."""
     slow = SlowTier()
-    store = ChunkStorageManager([HostTier(PLENTY), slow])
+    store = ChunkStorageManager([HostTier(3 * ONE), slow])
     store._stack.writer._max_bytes = 2 * ONE
-    thread = threading.Thread(target=lambda: [store.put(make_entry(number)) for number in range(3)])
-    thread.start()
-    thread.join(0.3)
-    assert thread.is_alive()
+    assert all(store.put(make_entry(number)) for number in range(10))
+    assert store.get_stats()["dropped_writes"] == 5
     slow.gate.set()
-    thread.join(20)
-    assert not thread.is_alive()
     store.flush()
-    assert len(slow.entries) == 3
+    assert len(slow.entries) == 5
+    there = [store.contains(make_entry(number).key) for number in range(10)]
+    assert there.count(True) == 5
 
 
 def test_failing_writes_are_counted_and_logged_once_until_they_work(caplog: pytest.LogCaptureFixture) -> None:
@@ -387,6 +388,26 @@ def test_a_tier_that_is_down_from_the_start_stops_nobody() -> None:
     assert not store.put(make_entry(1))
     store.clear()
     assert store.get_stats()["write_errors"] == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("CUDA error: out of memory")])
+def test_memory_that_cannot_be_had_is_a_write_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says so in its own way, and an engine's step must not end with it."""
+
+    def fail(*args: object) -> None:
+        raise error
+
+    store = ChunkStorageManager([HostTier(ONE), SlowTier()])
+    assert store.put(make_entry(1))
+    monkeypatch.setattr("kvmosaic.store.tiers.host.in_host_memory", fail)
+    monkeypatch.setattr(HostTier, "scan", fail)
+    assert store.put(make_entry(2))  # the slow tier is about to get it
+    assert store.get_stats()["write_errors"] == 1
+    for tier in store._stack.tiers:
+        if isinstance(tier, SlowTier):
+            tier.gate.set()
+    store.clear()
+    store.close()
 
 
 def test_opening_with_a_smaller_budget_deletes_nothing(tmp_path: Path) -> None:

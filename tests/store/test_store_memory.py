@@ -13,6 +13,7 @@ from kvmosaic.store.memory import SMALLEST, MemoryPool
 from kvmosaic.store.remote.base import Bytes
 from kvmosaic.store.remote.heads import join, values_of
 from kvmosaic.store.remote.incoming import IncomingEntry
+from kvmosaic.store.seal import ANY_ENTRY, Seal
 
 
 def address(array: Bytes) -> int:
@@ -69,8 +70,8 @@ def receive(entry: ChunkKV, like: ChunkKV | None) -> tuple[ChunkKV, IncomingEntr
         decoded = receive(like, None)[1].parts[0]
         assert not isinstance(decoded, Exception)
         seen = decoded.format
-    incoming = IncomingEntry(entry.key, seen)
-    for index, make in enumerate(values_of(entry)):
+    incoming = IncomingEntry(entry.key, ANY_ENTRY, seen)
+    for index, make in enumerate(values_of(entry, Seal())):
         value = np.frombuffer(b"".join(make()), np.uint8)
         at = 0
         for buffer in incoming.buffers_for(index, value.nbytes):

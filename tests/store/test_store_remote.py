@@ -21,6 +21,7 @@ from kvmosaic.store import ChunkStorageManager, CorruptEntryError, HostTier, Loo
 from kvmosaic.store.codec import decode, encode
 from kvmosaic.store.remote.keys import group_of, parse_remote_key, remote_key
 from kvmosaic.store.remote.mooncake import MooncakeClient
+from kvmosaic.store.seal import ANY_ENTRY, Seal
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 
 pytestmark = pytest.mark.usefixtures("one_mooncake_client")
@@ -43,7 +44,7 @@ def over(tier: RemoteTier, host: int = PLENTY) -> ChunkStorageManager:
 
 
 def value_of(entry: ChunkKV) -> bytearray:
-    return bytearray(b"".join(encode(entry)))
+    return bytearray(b"".join(encode(entry, Seal())))
 
 
 def plant(tier: RemoteTier, key: ChunkKey, value: bytes | bytearray) -> None:
@@ -75,7 +76,7 @@ def test_a_value_is_a_safetensors_file_that_keeps_its_memory() -> None:
     tensors = load(value.tobytes())
     assert torch.equal(tensors["kv"].view(torch.uint8), entry.data.view(torch.uint8))
     assert tuple(tensors["tokens"].tolist()) == entry.tokens
-    decoded = decode([value], str(entry.key))
+    decoded = decode([value], str(entry.key), ANY_ENTRY)
     read = decoded.entry(entry.key, decoded.kv)
     assert same(read, entry)
     offset = read.data.data_ptr() - value.ctypes.data

@@ -17,6 +17,7 @@ from kvmosaic.hf import LLM
 from kvmosaic.store.codec import encode
 from kvmosaic.store.remote.heads import values_of
 from kvmosaic.store.remote.keys import names_of, remote_key
+from kvmosaic.store.seal import Seal
 from kvmosaic.store.tiers.remote import RemoteTier
 from tests.cli.command import run_here
 from tests.engines.hf.tiny import make
@@ -62,12 +63,12 @@ def test_ls_stats_verify_and_purge(tier: RemoteTier, server: Valkey | Mooncake) 
         ("a", "org/model", 2),
         ("b", "org/model", 2),
     ]
-    value = bytearray(b"".join(encode(make_entry(0, tenant="b"))))
+    value = bytearray(b"".join(encode(make_entry(0, tenant="b"), Seal())))
     value[-1] ^= 1
     tier.delete(make_entry(0, tenant="b").key)
     tier._client.put([remote_key(make_entry(0, tenant="b").key)], [lambda: [memoryview(bytes(value))]])
     assert "4 entries checked, 1 damaged and deleted" in kvmosaic("verify", *where, check=1)
-    assert result("verify", *where) == {"checked": 3, "set_aside": 0}
+    assert result("verify", *where) == {"checked": 3, "set_aside": 0, "other_key": 0}
     assert "nothing is stored for --tenant c, but for: a, b" in kvmosaic("purge", *where, "--tenant", "c")
     assert result("purge", *where, "--tenant", "a")["deleted"] == 2
     assert result("purge", *where, "--all")["deleted"] == 1
@@ -81,7 +82,7 @@ def test_heads_that_are_stored_one_by_one(tier: RemoteTier, server: Valkey | Moo
     for entry in (whole, complete, broken):
         tier.put(entry)
     names = names_of(broken.key)
-    value = bytearray(b"".join(values_of(broken)[3]()))
+    value = bytearray(b"".join(values_of(broken, Seal())[3]()))
     value[-1] ^= 1
     tier._client.delete([names[1], names[3]])
     tier._client.put([names[3]], [lambda: [memoryview(bytes(value))]])

@@ -88,6 +88,7 @@ def start(model: Model, **settings: Any) -> "LLM":
         "enforce_eager": model.eager,
         "enable_prefix_caching": True,
         "gpu_memory_utilization": 0.7,
+        "client_parameters": "all",
     }
     return LLM(str(folder), **ours | settings)
 

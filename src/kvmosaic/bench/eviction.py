@@ -2,7 +2,7 @@
 
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ class Policy(Protocol):
     def __contains__(self, key: int) -> bool: ...
     def touch(self, key: int) -> None: ...
     def add(self, key: int, nbytes: int) -> None: ...
-    def make_room(self, nbytes: int, pinned: Collection[int] = ()) -> list[int] | None: ...
+    def make_room(self, nbytes: int) -> list[int] | None: ...
 
 
 class LRU:
@@ -44,14 +44,12 @@ class LRU:
         self._held[key] = nbytes
         self._nbytes += nbytes
 
-    def make_room(self, nbytes: int, pinned: Collection[int] = ()) -> list[int] | None:
+    def make_room(self, nbytes: int) -> list[int] | None:
         if nbytes > self.capacity:
             return None
         victims = []
         while self._nbytes + nbytes > self.capacity:
-            victim = next((key for key in self._held if key not in pinned), None)
-            if victim is None:
-                return None
+            victim = next(iter(self._held))
             self._nbytes -= self._held.pop(victim)
             victims.append(victim)
         return victims

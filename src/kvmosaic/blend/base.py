@@ -116,6 +116,11 @@ class Policy(ABC):
     """Whether all it chooses are the first tokens of chunks. Of their own chunk these see nothing but one another, so
     that layers with a sliding window need no more of a chunk than its end."""
 
+    @property
+    def chunk_layers(self) -> int:
+        """Layers through which all chunk tokens are computed before it chooses."""
+        return 0
+
     def check(self, num_layers: int) -> None:
         """Raise :class:`ConfigError` if it cannot work with a model of ``num_layers``."""
         return None

@@ -30,6 +30,10 @@ class KVDeviation(Policy):
             raise ConfigError(f"kv-deviation: layers={self.layers} must be ascending, and at least one")
 
     @property
+    def chunk_layers(self) -> int:
+        return self.layers[0] + 1
+
+    @property
     def narrows(self) -> bool:
         return len(self.layers) > 1
 
@@ -71,7 +75,8 @@ def whole_documents(distance: torch.Tensor, assembled: AssembledPrompt, count: i
         length = min(count, len(parts[index]))
         if length == 0:
             break
-        best = int(parts[index].unfold(0, length, 1).sum(1).argmax())
+        sums = torch.cat([torch.zeros(1, dtype=torch.float64), parts[index].double().cumsum(0)])
+        best = int((sums[length:] - sums[:-length]).argmax())
         chosen[int(starts[index]) + best : int(starts[index]) + best + length] = True
         count -= length
     return chosen

@@ -14,7 +14,7 @@ class Document(NamedTuple):
     """Where it is from, for messages."""
 
 
-def read_corpus(paths: Sequence[Path], separator: str) -> Iterator[Document]:
+def read_corpus(paths: Sequence[Path], separator: str | None) -> Iterator[Document]:
     """The documents of files and folders, in order. Raises :class:`PromptError` with one line about the first that
     cannot be one chunk. They are read as they are asked for: a corpus may be larger than memory."""
     for path in paths:
@@ -22,7 +22,7 @@ def read_corpus(paths: Sequence[Path], separator: str) -> Iterator[Document]:
             for document in _lines(file) if file.suffix == ".jsonl" else [Document(_read(file), str(file))]:
                 if not document.text.strip():
                     raise PromptError(f"{document.origin}: the document is empty")
-                if separator in document.text:
+                if separator is not None and separator in document.text:
                     raise PromptError(
                         f"{document.origin}: the document has the separator {separator!r} in it, so that requests "
                         "would see several; split it, or choose another separator"

@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvmosaic import __version__
-from kvmosaic.cli import bench, calibrate, demo, doctor, eval, generate, models, serve, store
+from kvmosaic.cli import bench, calibrate, demo, doctor, eval, generate, models, separator, serve, store
 from kvmosaic.cli.output import console
 from kvmosaic.core.errors import KvmosaicError
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(generate.generate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
+app.command()(separator.separator)
 app.command("eval")(eval.evaluate)
 app.command()(calibrate.calibrate)
 app.command()(doctor.doctor)

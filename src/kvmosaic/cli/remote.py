@@ -15,12 +15,15 @@ DEADLINE_S = 10.0
 
 def open_remote(url: str) -> "RemoteTier":
     """The store at ``url``, which is not contacted yet."""
+    from kvmosaic.store.seal import EntryCheck, Seal
     from kvmosaic.store.tiers.remote import open_remote_tier
 
     # That it is down is what the command will end with: it does not go on without it.
-    logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.ERROR)
+    logging.getLogger("kvmosaic.store.breaker").setLevel(logging.ERROR)
     try:
-        return open_remote_tier(url, DEADLINE_S)
+        return open_remote_tier(url, DEADLINE_S, check=EntryCheck(Seal.from_environment()))
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"--remote {without_passwords(url)}: {error}") from None
 
@@ -29,4 +32,4 @@ def reach(url: str) -> None:
     """Raise an ``OSError`` if the store at ``url`` is not there, before work is done for nothing."""
     with closing(open_remote(url)) as tier:
         tier.check()
-    logging.getLogger("kvmosaic.store.remote.breaker").setLevel(logging.NOTSET)
+    logging.getLogger("kvmosaic.store.breaker").setLevel(logging.NOTSET)

@@ -16,7 +16,13 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Catalog name, folder or hub name.")],
     enable_chunk_cache: Annotated[bool | None, typer.Option("--enable-chunk-cache", help="Reuse chunks.")] = None,
-    chunk_separator: Annotated[str | None, typer.Option(help="What splits a prompt into chunks.")] = None,
+    chunk_separator: Annotated[
+        str | None, typer.Option(help="What splits a prompt into chunks; '' for nothing. See `kvmosaic separator`.")
+    ] = None,
+    min_chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of the shortest chunk that is stored.")] = None,
+    client_parameters: Annotated[
+        str | None, typer.Option(help="What requests may ask for: all, none, or names like 'policy,report'.")
+    ] = None,
     chunk_hash_algorithm: Annotated[str | None, typer.Option(help="xxhash or sha256.")] = None,
     chunk_cache_gpu_memory_fraction: Annotated[float | None, typer.Option(help="Share of GPU memory.")] = None,
     recompute_ratio: Annotated[float | None, typer.Option(help="Share of reused tokens to recompute.")] = None,

@@ -35,6 +35,7 @@ TenantFilter = Annotated[str | None, typer.Option("--tenant", help=TENANT_HELP)]
 
 def _open(path: Path | None, remote: str | None) -> "Tier":
     from kvmosaic.store import DiskTier
+    from kvmosaic.store.seal import EntryCheck, Seal
 
     if remote is not None:
         if path is not None and str(path) != os.environ.get(PATH_VARIABLE):
@@ -44,7 +45,7 @@ def _open(path: Path | None, remote: str | None) -> "Tier":
         raise ConfigError("which store? give the disk tier's directory with --path, or a remote store with --remote")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory; give the disk tier's with --path")
-    return DiskTier(path, capacity=0)
+    return DiskTier(path, capacity=0, check=EntryCheck(Seal.from_environment()))
 
 
 def _select(tier: "Tier", model: str | None, tenant: str | None, json: bool) -> list["EntryInfo"]:
@@ -119,11 +120,14 @@ def stats(path: PathOption = None, remote: RemoteOption = None, json: JsonOption
 @app.command("verify")
 def verify(path: PathOption = None, remote: RemoteOption = None, json: JsonOption = False) -> None:
     """Read every entry and check it; damaged ones are set aside, in a remote store deleted. Exit status 1 if there
-    were any."""
+    were any. Entries of another store key, or of none if one is set, cannot be checked and stay."""
+    from kvmosaic.core.store_key import STORE_KEY_VARIABLE, StoreKey
     from kvmosaic.store import CorruptEntryError
 
-    tier = _open(path, remote)
-    entries = list(tier.scan())
+    tier, key = _open(path, remote), StoreKey.from_environment()
+    every = list(tier.scan())
+    entries = [info for info in every if info.key.sealed_by == (None if key is None else key.id)]
+    others = len(every) - len(entries)
     with progress_bar(len(entries)) as steps:
         for info in entries:
             steps.start(info.key.content_hash.hex())
@@ -132,8 +136,10 @@ def verify(path: PathOption = None, remote: RemoteOption = None, json: JsonOptio
             steps.done()
     fate = "set aside" if remote is None else "deleted"
     print_line(f"{len(entries)} entries checked, {tier.set_aside} damaged and {fate}", json)
+    if others:
+        print_line(f"{others} of another store key were not checked; {STORE_KEY_VARIABLE} has to be theirs", json)
     if json:
-        print_json({"checked": len(entries), "set_aside": tier.set_aside})
+        print_json({"checked": len(entries), "set_aside": tier.set_aside, "other_key": others})
     if tier.set_aside:
         raise typer.Exit(1)
 

@@ -92,7 +92,7 @@ def warm(
         warmer.close()
     print_line(
         f"{total} documents: {counts.filled} filled ({counts.filled_tokens} tokens), {counts.known} there already, "
-        f"{counts.too_long} too long",
+        f"{counts.too_long} too long, {counts.too_short} too short",
         json,
     )
     if lost:

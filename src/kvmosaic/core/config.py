@@ -18,12 +18,17 @@ from pydantic_settings import (
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import PROFILE_SETTINGS, broken, load_profile, profile_path
 from kvmosaic.core.remote_url import PASSWORD_VARIABLE, RemoteUrl, without_passwords
+from kvmosaic.core.store_key import STORE_KEY_VARIABLE, StoreKey
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "KVMOSAIC_"
 """Of the variables that settings are read from."""
 CONFIG_FILE_VARIABLE = "KVMOSAIC_CONFIG"
+CLIENT_PARAMETERS = ("chunk_cache", "recompute_ratio", "policy", "boundaries", "report")
+"""What a request to the vLLM engine may ask for."""
+SECRETS = (PASSWORD_VARIABLE, STORE_KEY_VARIABLE)
+"""Variables that are no settings: those are logged."""
 LIKENESS = 0.85
 """Of the names of a variable and of a setting, from which on one was meant to be the other."""
 
@@ -39,7 +44,10 @@ class ChunkCacheConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     enable_chunk_cache: bool = False
-    chunk_separator: str = Field(" # # ", min_length=1)
+    chunk_separator: str | None = " # # "
+    """What splits a prompt into chunks. ``None`` or nothing: no text does, and requests say where chunks are."""
+    min_chunk_tokens: int = Field(16, ge=1)
+    """Tokens of the shortest chunk that is stored; shorter ones are ordinary text of their prompts."""
     chunk_hash_algorithm: Literal["xxhash", "sha256"] = "xxhash"
     chunk_context: Literal["alone", "system"] = "alone"
     """What a chunk is computed after: the sink prefix alone, or the request's system prompt."""
@@ -56,6 +64,8 @@ class ChunkCacheConfig(BaseSettings):
     prefix_blocks: bool = False
     """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed, and serves it
     to prompts that begin with the same tokens: after vLLM's own prefix cache forgot it, or in another engine."""
+    client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries"
+    """Which parameters requests to the vLLM engine may have: ``all``, ``none``, or some of their names."""
     window_tails: bool = True
     """Whether the vLLM engine stores of layers with a sliding window only what tokens behind a chunk can see. It does
     not with a recompute_ratio and policy that recompute tokens inside chunks, which see more."""
@@ -87,10 +97,32 @@ class ChunkCacheConfig(BaseSettings):
         """Bytes that an engine keeps its disk tier within."""
         return self.disk_space if self.tenant_quota is None else min(self.disk_space, self.tenant_quota)
 
+    @property
+    def allowed_parameters(self) -> frozenset[str]:
+        """Names of the parameters that requests may have."""
+        everything = {"all": ",".join(CLIENT_PARAMETERS), "none": ""}
+        return frozenset(filter(None, everything.get(self.client_parameters, self.client_parameters).split(",")))
+
     def blame(self, error: ConfigError) -> ConfigError:
         """``error``, about this configuration's policy, with the profile's path if that is where the policy is from:
         a name that the user never typed cannot be corrected without it."""
         return error if self._profile is None else broken(self._profile, str(error))
+
+    @field_validator("chunk_separator")
+    @classmethod
+    def _is_off_if_empty(cls, text: str | None) -> str | None:
+        return text or None
+
+    @field_validator("client_parameters", mode="before")
+    @classmethod
+    def _are_names(cls, given: Any) -> str:
+        names = list(given or ()) if isinstance(given, (list, tuple, type(None))) else str(given).split(",")
+        names = [name.strip() for name in map(str, names) if name.strip()] or ["none"]
+        if names in (["all"], ["none"]):
+            return names[0]
+        if not set(names) <= set(CLIENT_PARAMETERS):
+            raise ValueError(f"must be all, none, or some of {', '.join(CLIENT_PARAMETERS)}")
+        return ",".join(names)
 
     @field_validator("remote")
     @classmethod
@@ -138,27 +170,34 @@ def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
 
 def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
     _refuse_misspelt_variables()
+    StoreKey.from_environment()  # so that a bad one is known now
     try:
         return ChunkCacheConfig(**settings)
     except ConfigError:
         raise
     except ValidationError as error:
-        reasons = "; ".join(
-            f"{'.'.join(map(str, item['loc']))}={item.get('input')!r}: {item['msg'].removeprefix('Value error, ')}"
-            for item in error.errors()
-        )
+        reasons = "; ".join(_reason(".".join(map(str, item["loc"])), item) for item in error.errors())
         raise ConfigError(f"invalid chunk cache settings: {without_passwords(reasons)}") from None
     except (yaml.YAMLError, TypeError, ValueError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"{CONFIG_FILE_VARIABLE}: not a YAML mapping of settings ({line})") from None
 
 
+def _reason(name: str, item: Any) -> str:
+    """What is wrong with a setting, without the secrets that were meant for the environment."""
+    variable = f"{PREFIX}{name.upper()}"
+    if variable in SECRETS:
+        return f"{name}: set {variable} instead, where it is not logged"
+    return f"{name}={item.get('input')!r}: {item['msg'].removeprefix('Value error, ')}"
+
+
 def _refuse_misspelt_variables() -> None:
     """Else a tenant or a quota would silently not count. Others' variables may begin like ours."""
     settings = [name.upper() for name in ChunkCacheConfig.model_fields]
+    settings += [secret.removeprefix(PREFIX) for secret in SECRETS]
     for variable in os.environ:
         name = variable.removeprefix(PREFIX)
-        if name == variable or name in settings or variable == PASSWORD_VARIABLE:
+        if name == variable or name in settings:
             continue
         for meant in get_close_matches(name, settings, 1, LIKENESS):
             raise ConfigError(f"{variable}: there is no such setting; did you mean {PREFIX}{meant}?")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -25,6 +26,14 @@ class KVFormat:
     tails: WindowTails = WHOLE
     """Where layers with a sliding window keep less than all tokens."""
 
+    def __post_init__(self) -> None:
+        sizes, windowed = (self.layers, self.heads, self.k_dim, self.v_dim), self.tails.layers
+        ascending = all(a < b for a, b in pairwise((-1, *windowed, self.layers)))
+        if min(sizes) < 0 or self.tails.tokens < 0 or not ascending:
+            raise ValueError(
+                f"no KV has {self.layers} layers, {self.heads} heads, dims {self.k_dim} and {self.v_dim}"
+            )
+
     @property
     def bytes_per_token(self) -> int:
         """Of a token that every layer keeps."""
@@ -32,7 +41,7 @@ class KVFormat:
 
     def num_elements(self, tokens: int) -> int:
         """Elements per head of an entry of ``tokens`` tokens."""
-        return self.tails.begins(self.layers, tokens)[-1] * (self.k_dim + self.v_dim)
+        return self.tails.rows(self.layers, tokens) * (self.k_dim + self.v_dim)
 
 
 @dataclass(frozen=True, eq=False)

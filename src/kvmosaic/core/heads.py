@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 
 ALL_HEADS = "all"
-KEY_PART = re.compile(r"all|(\d+)-(\d+)of(\d+)(?:L(\d+)-(\d+))?")
-"""What a key may say about heads."""
+KEY_PART = re.compile(r"all|(\d{1,5})-(\d{1,5})of(\d{1,5})(?:L(\d{1,5})-(\d{1,5}))?", re.ASCII)
+"""What a key may say about heads. A name in somebody's store must not stand for a billion of them."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.heads import ALL_HEADS, KEY_PART
 
 HASH_BYTES = 16
+MOST_TOKENS = 2**31
+"""Of a chunk, in keys that others wrote."""
 
 LAYOUT_VERSION = 2
 """Part of every fingerprint: raise it when the meaning of stored bytes changes."""
@@ -63,6 +65,11 @@ class ChunkKey:
     """Which of the model's KV heads: ``all``; ``4-7of8`` on a tensor-parallel rank that has only those; with their
     layers, ``4-7of8L0-31``, where a remote store is to keep each head by itself."""
 
+    @property
+    def sealed_by(self) -> str | None:
+        """Name of the store key that the entry is made with, if any: the end of the fingerprint."""
+        return self.fingerprint.partition("-")[2] or None
+
     def __hash__(self) -> int:
         return hash(self.content_hash)  # which is nearly unique, and takes a fraction of hashing all of it
 
@@ -76,6 +83,7 @@ class ChunkKey:
         """Inverse of ``str(key)``; raises ``ValueError`` on anything else."""
         tenant, model, fingerprint, heads, digest, num_tokens = (unquote(part) for part in text.split("@"))
         key = cls(bytes.fromhex(digest), int(num_tokens), model, fingerprint, tenant, heads)
-        if len(key.content_hash) != HASH_BYTES or not KEY_PART.fullmatch(heads) or str(key) != text:
+        known = len(key.content_hash) == HASH_BYTES and 0 <= key.num_tokens < MOST_TOKENS
+        if not known or not KEY_PART.fullmatch(heads) or str(key) != text:
             raise ValueError(f"not a chunk key: {text!r}")
         return key

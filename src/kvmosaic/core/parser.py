@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from kvmosaic.core.errors import ConfigError, PromptError
+from kvmosaic.core.limits import MAX_CHUNKS, shown
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.core.token_bytes import TokenBytes, Tokenizer
+from kvmosaic.core.turns import turn_ends, turn_markers
 
 logger = logging.getLogger(__name__)
 
@@ -21,21 +23,27 @@ class ChunkTokenParser:
     edges merged with (``" # # Paris"`` ends in the token ``" Paris"``). A part starts with the first
     token that begins at or after its separator: the separator's tokens belong to the part they precede,
     and a token that holds both the end of a text and the start of a separator stays with that text.
+
+    A part that crosses a turn of a conversation is no chunk: it holds an earlier question and its answer, which mean
+    something only where they stand.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, separator: str | None = " # # ") -> None:
-        """Without tokenizer or separator nothing is searched for; explicit boundaries still work."""
+    def __init__(
+        self, tokenizer: Tokenizer | None, separator: str | None = " # # ", min_chunk_tokens: int = 1
+    ) -> None:
+        """Without tokenizer or separator nothing is searched for; explicit boundaries still work. Chunks of fewer
+        tokens than ``min_chunk_tokens`` are ordinary text, as are those beyond ``MAX_CHUNKS``."""
         self._tokenizer = tokenizer
         self._separator = (separator or "").encode()
-        self._pieces: TokenBytes | None = None
-        if separator == "":
-            raise ConfigError("the chunk separator is empty; give it at least one character")
-        if tokenizer is None or separator is None:
+        self._min_tokens = min_chunk_tokens
+        self._pieces = None if tokenizer is None else TokenBytes(tokenizer)
+        self._markers = turn_markers(tokenizer)
+        if tokenizer is None or not separator:
             return
-        self._pieces = TokenBytes(tokenizer)
         if len(self._part_starts(tokenizer.encode(f"a{separator}b"))) != 2:
             raise ConfigError(
-                f"the separator {separator!r} does not survive this model's tokenizer; choose text it can represent"
+                f"the separator {shown(separator)} does not survive this model's tokenizer; choose text that it can "
+                "represent"
             )
 
     def encode(self, text: str) -> list[int]:
@@ -49,23 +57,52 @@ class ChunkTokenParser:
     ) -> ChunkedPrompt:
         """Parse text or token ids.
 
-        ``boundaries`` replaces the search: ``(start, end)`` token ranges of *all* parts in order (system,
-        chunks, question) that together cover the prompt. System and chunks may be empty, the question not.
+        ``boundaries`` replaces the search: ``(start, end)`` token ranges of system, chunks and question, in order.
+        The system starts at 0 and the question ends with the prompt. Tokens between two of them are ordinary text.
+        System and chunks may be empty, the question not.
         """
         tokens = self.encode(prompt) if isinstance(prompt, str) else _plain_ints(prompt)
         if boundaries is not None:
-            return self._from_boundaries(tokens, boundaries)
-        if self._pieces is None or not tokens:
+            return self._worth_storing(self._from_boundaries(tokens, boundaries))
+        if self._pieces is None or not self._separator or not tokens:
             return ChunkedPrompt(tuple(tokens), ())
-        return self._from_separators(tokens)
+        return self._worth_storing(self._from_separators(tokens))
 
     def document_tokens(self, document: str) -> tuple[int, ...]:
-        """The tokens ``document`` has as a chunk in the middle of a prompt, its separator included."""
+        """The tokens ``document`` has as a chunk in the middle of a prompt, its separator included, however few. With
+        the separator switched off, those that it has by itself."""
+        if self._tokenizer is not None and not self._separator:
+            return tuple(self._tokenizer.encode(document, add_special_tokens=False))
         separator = self._separator.decode()
-        prompt = self.parse(f"a{separator}{document}{separator}b")
+        prompt = self._from_separators(self.encode(f"a{separator}{document}{separator}b"))
         if len(prompt.chunks) != 1:
             raise PromptError(f"a document must be one non-empty chunk, this one makes {len(prompt.chunks)} chunks")
         return prompt.tokens_of(prompt.chunks[0])
+
+    def turn_ends(self, prompt: ChunkedPrompt) -> list[int]:
+        """For each chunk of ``prompt`` the position where its turn ends, its question included. Where no text follows
+        the last chunk of a message, the question is in another one, and nobody knows in which: then it is the end of
+        the prompt."""
+        tokens = prompt.token_ids
+        ends = turn_ends(tokens, self._markers, [span.end for span in prompt.chunks])
+        last = {end: span.end for span, end in zip(prompt.chunks, ends, strict=True)}
+        asked = {end: end if self._has_text(tokens[start:end]) else len(tokens) for end, start in last.items()}
+        return [asked[end] for end in ends]
+
+    def _has_text(self, tokens: Sequence[int]) -> bool:
+        """Whether tokens are more than a separator and blanks."""
+        if self._pieces is None:
+            return bool(tokens)
+        text = b"".join(self._pieces[token] for token in tokens)
+        return bool((text.replace(self._separator, b"") if self._separator else text).strip())
+
+    def _worth_storing(self, prompt: ChunkedPrompt) -> ChunkedPrompt:
+        """The prompt, less chunks that are too short, and those beyond the limit."""
+        chunks = tuple(span for span in prompt.chunks if len(span) >= self._min_tokens)
+        if len(chunks) > MAX_CHUNKS:
+            logger.warning("a prompt of %d chunks: all behind the first %d are text", len(chunks), MAX_CHUNKS)
+            chunks = chunks[:MAX_CHUNKS]
+        return prompt if chunks == prompt.chunks else ChunkedPrompt(prompt.token_ids, chunks)
 
     def _from_separators(self, tokens: list[int]) -> ChunkedPrompt:
         parts = self._part_starts(tokens)
@@ -73,10 +110,10 @@ class ChunkTokenParser:
         spans = [Span(start, end) for (start, _), (end, _) in pairwise(edges)]
         chunks, empty = [], 0
         for span, (_, has_text) in zip(spans[1:-1], parts[1:-1], strict=True):
-            if has_text and len(span) > 0:
-                chunks.append(span)
-            else:
+            if not has_text or len(span) == 0:
                 empty += 1
+            elif self._markers.isdisjoint(tokens[span.start : span.end]):
+                chunks.append(span)
         if empty:
             logger.warning("skipped %d empty chunk(s) of a prompt; their separators are prefilled as text", empty)
         if chunks and chunks[-1].end == len(tokens):
@@ -107,11 +144,11 @@ class ChunkTokenParser:
     @staticmethod
     def _from_boundaries(tokens: list[int], boundaries: Sequence[tuple[int, int]]) -> ChunkedPrompt:
         spans = [Span(int(start), int(end)) for start, end in boundaries]
-        edges = [0, *(span.end for span in spans)]
-        if [span.start for span in spans] != edges[:-1] or edges[-1] != len(tokens) or edges != sorted(edges):
+        edges = [edge for span in spans for edge in (span.start, span.end)]
+        if edges[:1] != [0] or edges[-1] != len(tokens) or edges != sorted(edges):
             raise PromptError(
-                f"boundaries {reprlib.repr(boundaries)} do not cover the {len(tokens)} tokens in order; "
-                "give (start, end) of system, every chunk, question"
+                f"boundaries {reprlib.repr(boundaries)} are not in order, or do not begin and end with the "
+                f"{len(tokens)} tokens; give (start, end) of system, every chunk, question"
             )
         if len(spans) < 2 or len(spans[-1]) == 0:
             raise PromptError("boundaries need a system part (may be empty) and a question of at least one token")

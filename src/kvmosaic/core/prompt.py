@@ -25,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ChunkedPrompt:
-    """A parsed prompt. Tokens in no chunk (system, question, skipped empty chunks) are *fresh*: every
+    """A parsed prompt. Tokens in no chunk (system, question, text between chunks) are *fresh*: every
     request computes them itself, with everything before them in sight."""
 
     token_ids: tuple[int, ...]

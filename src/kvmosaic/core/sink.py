@@ -20,10 +20,13 @@ with one and is needed before one that does not. A chunk that was computed after
 what chunks in a request see: an instruction, other passages, and separators. It then needs no attention sink among
 its own first tokens, and its keys are those of a passage among others, not of the beginning of a text."""
 
+PARAGRAPH = "\n\n"
+"""What stands between the passages of the neutral text where no separator is set."""
+
 
 def sink_tokens(
     setting: str,
-    separator: str,
+    separator: str | None,
     bos_token_id: int | None,
     encode: Callable[[str], Sequence[int]] | None,
 ) -> list[int]:
@@ -42,5 +45,5 @@ def sink_tokens(
     if encode is None:
         raise ConfigError(f"sink_prefix={setting!r}: a text needs a tokenizer; use 'bos' or 'none'")
     if setting == "document":
-        return [*bos, *encode(separator.join(_DOCUMENT))]
+        return [*bos, *encode((separator or PARAGRAPH).join(_DOCUMENT))]
     return list(encode(setting))

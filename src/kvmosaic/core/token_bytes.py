@@ -49,7 +49,7 @@ class TokenBytes:
         return piece
 
     def _bytes_of(self, token_id: int) -> bytes:
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        token = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < 2**31 else None
         if token is None:  # an id beyond the vocabulary (padded embedding rows) stands for no text
             return b""
         if token_id in self._added:

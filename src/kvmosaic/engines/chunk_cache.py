@@ -6,23 +6,25 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.core.window import WHOLE, WindowTails
+from kvmosaic.core.store_key import StoreKey
 from kvmosaic.engines.identity import chunk_context
 from kvmosaic.store import ChunkStorageManager, open_store
 
 ANY_LENGTH = 0
 """Prompt length that engines leave out whose rotary tables do not depend on it."""
+FINGERPRINTS_REMEMBERED = 64
 Fingerprint = Callable[[int], str | None]
 """What the KV of chunks depends on besides their tokens, in prompts of a given number of tokens; ``None`` when KV
 made for such a prompt is good for no other."""
 KV = tuple[torch.Tensor, torch.Tensor]
 """K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
-WarmState = Literal["kept", "missing", "too-long"]
-"""Of a document: in a tier that outlives this process; in none; more than fits behind the sink prefix."""
+WarmState = Literal["kept", "missing", "too-long", "too-short"]
+"""Of a document: in a tier that outlives this process; in none; more than fits behind the sink prefix; less than is
+ever looked up."""
 
 
 class Found(NamedTuple):
@@ -54,17 +56,19 @@ class ChunkCache:
         fingerprint: Fingerprint,
         share: HeadShare,
         max_positions: int | None,
+        kv_format: KVFormat,
         device_pool: torch.Tensor | None = None,
-        tails: WindowTails = WHOLE,
     ) -> None:
-        """``share`` is what this process holds of the model's KV, ``tails`` what entries keep of it."""
-        self.store: ChunkStorageManager = open_store(config, device_pool, share)
+        """``share`` is what this process holds of the model's KV, ``kv_format`` what entries of it look like."""
+        self.store: ChunkStorageManager = open_store(config, device_pool, share, kv_format)
+        store_key = StoreKey.from_environment()
+        self._sealed = "" if store_key is None else f"-{store_key.id}"
         self.sink = tuple(sink)
         self._config = config
         self._model = model
         self._made_by = fingerprint
         self._max_positions = max_positions
-        self._tails = tails
+        self._tails = kv_format.tails
         self._heads = str(share.heads) if config.per_head_storage else share.together
         self._fingerprints: dict[str | None, str] = {}
 
@@ -97,7 +101,10 @@ class ChunkCache:
     def _fingerprint(self, length: int) -> str:
         made_by = self._made_by(length)
         if made_by not in self._fingerprints:
-            self._fingerprints[made_by] = format_fingerprint(engine=made_by, sink=self.sink, tails=self._tails)
+            if len(self._fingerprints) >= FINGERPRINTS_REMEMBERED:  # weights may change again and again
+                self._fingerprints.clear()
+            made = format_fingerprint(engine=made_by, sink=self.sink, tails=self._tails)
+            self._fingerprints[made_by] = made + self._sealed
         return self._fingerprints[made_by]
 
     def find(
@@ -121,9 +128,15 @@ class ChunkCache:
         self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], k: torch.Tensor, v: torch.Tensor
     ) -> ChunkKV:
         """Store the KV of tokens, K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
-        entry = ChunkKV.from_kv(key, tokens, context, k, v, self._tails)
+        entry = self.entry(key, tokens, context, k, v)
         self.store.put(entry)
         return entry
+
+    def entry(
+        self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], k: torch.Tensor, v: torch.Tensor
+    ) -> ChunkKV:
+        """An entry of such KV, which is not stored yet."""
+        return ChunkKV.from_kv(key, tokens, context, k, v, self._tails)
 
     def take_changes(self, length: int = ANY_LENGTH) -> dict[bytes, str | None]:
         """Chunks for prompts like one of ``length`` tokens that came, moved or went since the last call, at the first
@@ -134,15 +147,28 @@ class ChunkCache:
             if key == self.key_of_hash(key.content_hash, key.num_tokens, length)
         }
 
+    def present(self, length: int = ANY_LENGTH) -> dict[bytes, str]:
+        """All chunks for prompts like one of ``length`` tokens: content hash → the fastest tier that has them."""
+        return {
+            info.key.content_hash: info.tier
+            for info in self.store.scan()
+            if info.key == self.key_of_hash(info.key.content_hash, info.key.num_tokens, length)
+        }
+
     def warm_states(self, chunks: Sequence[Sequence[int]], length: int = ANY_LENGTH) -> list[WarmState]:
         """What is to be done about documents that shall be there for later processes, for prompts like one of
         ``length`` tokens. Reads no entry."""
         keys = [self.key(chunk, self.sink, length) for chunk in chunks]
         lasting = self.store.lasting(keys)
-        return [
-            "too-long" if not self.fits(len(chunk), self.sink, length) else "kept" if key in lasting else "missing"
-            for chunk, key in zip(chunks, keys, strict=True)
-        ]
+        states: list[WarmState] = []
+        for chunk, key in zip(chunks, keys, strict=True):
+            if len(chunk) < self._config.min_chunk_tokens:
+                states.append("too-short")
+            elif not self.fits(len(chunk), self.sink, length):
+                states.append("too-long")
+            else:
+                states.append("kept" if key in lasting else "missing")
+        return states
 
     def get_stats(self) -> dict[str, Any]:
         """Counters of the store since start: ``hit_rate, total_chunks, current_memory_mb, cache_hits, …``."""

@@ -17,6 +17,8 @@ class Fallback(str, Enum):
     """The chunk cache is off for this request or this engine."""
     BAD_PARAMETERS = "bad-parameters"
     """A parameter of the request is wrong."""
+    NOT_ALLOWED = "not-allowed"
+    """The request has a parameter that clients of this engine may not send."""
     LORA = "lora"
     """KV depends on the adapter."""
     PROMPT_EMBEDS = "prompt-embeds"
@@ -35,6 +37,8 @@ class Fallback(str, Enum):
     """Chunks did not arrive in time."""
     LOAD_ERROR = "load-error"
     """Chunks could not be brought into the request's blocks."""
+    ERROR = "error"
+    """Something else of ours failed."""
     ROPE_LENGTH = "rope-length"
     """The model's rotary table is different for every prompt of this length."""
 

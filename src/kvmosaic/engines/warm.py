@@ -19,6 +19,8 @@ class WarmCounts:
     """There already, or the same as another one."""
     too_long: int = 0
     """More than fits behind the sink prefix: such documents are never reused."""
+    too_short: int = 0
+    """Less than the shortest chunk: neither are such ones."""
     filled_tokens: int = 0
 
 
@@ -50,4 +52,5 @@ class Warmer(ABC):
         counts.filled += len(missing)
         counts.filled_tokens += sum(map(len, missing))
         counts.too_long += states.count("too-long")
-        counts.known += len(documents) - len(missing) - states.count("too-long")
+        counts.too_short += states.count("too-short")
+        counts.known += len(documents) - len(missing) - states.count("too-long") - states.count("too-short")

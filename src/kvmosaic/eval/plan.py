@@ -89,7 +89,7 @@ def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -
     # Examples are drawn from a file: their number alone does not say which one it is.
     name = f"example {number} ({example.question[-60:]!r})"
     if not prompt.chunks:
-        raise PromptError(f"{name}: all of its chunks are empty; leave it out")
+        raise PromptError(f"{name}: all of its chunks are empty or too short (min_chunk_tokens); leave it out")
     if llm.max_positions is not None and length + max_answer > llm.max_positions:
         raise PromptError(
             f"{name}: {length} tokens + an answer of {max_answer} exceed the model's {llm.max_positions} "

@@ -67,6 +67,10 @@ class PagedCaches:
         return self.layers[0].shape[2]
 
     @property
+    def heads(self) -> int:
+        return self.layers[0].shape[1]
+
+    @property
     def v_dim(self) -> int:
         return self.layers[0].shape[3] - self.k_dim
 
@@ -110,6 +114,7 @@ def scatter_reference(
     moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int = 0, tails: WindowTails = WHOLE
 ) -> None:
     """:func:`scatter` in torch operations."""
+    _check(moves, caches, tails)
     for move in moves:
         for index, (layer, table) in enumerate(zip(caches.layers, caches.tables, strict=True)):
             k, v = _rows(move, caches, index, tails)
@@ -128,6 +133,7 @@ def scatter_reference(
 
 def gather_reference(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int]) -> None:
     """:func:`gather` in torch operations."""
+    _check(moves, caches, WHOLE)
     for move in moves:
         rows, slots = _slots(torch.arange(move.new, move.new + move.tokens), caches, blocks)
         for index, layer in enumerate(caches.layers):
@@ -139,7 +145,7 @@ def gather_reference(moves: Sequence[Move], caches: PagedCaches, blocks: Sequenc
 def _rows(move: Move, caches: PagedCaches, layer: int, tails: WindowTails) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one layer of an entry, views ``[heads, kept tokens, dim]``."""
     begin = tails.begins(layer, move.tokens)[-1] * (caches.k_dim + caches.v_dim)
-    kept, heads = tails.kept(layer, move.tokens), len(move.data)
+    kept, heads = tails.kept(layer, move.tokens), caches.heads
     split, end = begin + kept * caches.k_dim, begin + kept * (caches.k_dim + caches.v_dim)
     return (
         move.data[:, begin:split].view(heads, kept, caches.k_dim),
@@ -169,8 +175,8 @@ def _launch(
     to the device; waits for nothing. ``programs``: the most that share a launch."""
     if not moves:
         return
-    heads, layers, width = len(moves[0].data), len(caches.layers), caches.k_dim + caches.v_dim
-    assert all(move.data.shape == (heads, tails.begins(layers, move.tokens)[-1] * width) for move in moves)
+    _check(moves, caches, tails)
+    heads, layers = caches.heads, len(caches.layers)
     assert len(blocks) * caches.block_size >= max(move.new + move.tokens for move in moves)
     # Per tile: address of the entry, its tokens, first token of the tile, where that was computed, where it goes.
     whole = np.array([(move.data.data_ptr(), move.tokens, 0, move.old, move.new) for move in moves], dtype=np.int64)
@@ -220,6 +226,15 @@ def _launch(
             TILE=TILE,
         )
         yield group
+
+
+def _check(moves: Sequence[Move], caches: PagedCaches, tails: WindowTails) -> None:
+    """Raise a ``ValueError`` if an entry is not what the cache takes: more of it would go to others' blocks."""
+    layers, width, dtype = len(caches.layers), caches.k_dim + caches.v_dim, caches.layers[0].dtype
+    for move in moves:
+        shape = (caches.heads, tails.rows(layers, move.tokens) * width)
+        if move.data.shape != shape or move.data.dtype != dtype or not move.data.is_contiguous():
+            raise ValueError(f"an entry of {tuple(move.data.shape)} {move.data.dtype} where {shape} {dtype} belongs")
 
 
 @lru_cache(maxsize=16)

@@ -26,10 +26,13 @@ def remap(
 ) -> None:
     """Write ``entry`` into ``k_out`` ``[layers, heads, capacity, k_dim]`` and ``v_out``
     ``[layers, heads, capacity, v_dim]`` from ``position`` on; ``turns`` has one item per layer."""
-    assert len(turns) == entry.format.layers == k_out.shape[0]
-    end = position + len(entry.tokens)
+    end, own = position + len(entry.tokens), entry.format
+    sizes = own.layers, own.heads, own.k_dim, own.heads, own.v_dim, own.dtype
+    if sizes != (len(turns), k_out.shape[1], k_out.shape[3], v_out.shape[1], v_out.shape[3], k_out.dtype):
+        raise ValueError(f"an entry of {own} cannot be placed where there is {tuple(k_out.shape)} {k_out.dtype}")
+    assert len(turns) == k_out.shape[0]
     assert 0 <= position < end <= k_out.shape[2]
-    assert not entry.format.tails.cuts(len(entry.tokens))
+    assert not own.tails.cuts(len(entry.tokens))
     # Layer by layer, so that on a CPU the rows just copied are turned while they are still in cache.
     for layer, layer_turn in enumerate(turns):
         rows = {"k": k_out[layer, :, position:end], "v": v_out[layer, :, position:end]}

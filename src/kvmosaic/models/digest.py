@@ -9,32 +9,39 @@ import platformdirs
 import xxhash
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+NO_WEIGHTS = ("", ".json", ".jinja", ".md", ".model", ".py", ".txt")
+"""What else lies in a model's folder."""
 PIECE_BYTES = 2**24
 READERS = 8
 
 
-def weights_digest(model: str, revision: str | None = None) -> list[tuple[str, int, str]] | None:
+def weights_digest(
+    model: str, revision: str | None = None, cache_dir: str | None = None
+) -> list[tuple[str, int, str]] | None:
     """Name, size and content hash of each file of weights of a folder, a file or a name on the hub; ``None`` where
-    the hub's cache does not have it: then the name and the revision have to do. Files were just read by whoever
-    loaded the model, so this is about as fast as memory; and each is read once: its hash is kept until it changes."""
-    place = Path(model) if Path(model).exists() else _hub_folder(model, revision)
+    the hub's cache, in ``cache_dir`` or its usual place, does not have any. Files were just read by whoever loaded
+    the model, so this is about as fast as memory; and each is read once: its hash is kept until it changes."""
+    place = Path(model) if Path(model).exists() else _hub_folder(model, revision, cache_dir)
     if place is None:
         return None
     every = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
     # Weights of a kind that nobody here knows are better told apart too often than not at all.
-    files = [path for path in every if path.suffix in WEIGHTS] or every
+    files = [path for path in every if path.suffix in WEIGHTS]
+    files = files or [path for path in every if path.suffix not in NO_WEIGHTS]
+    if not files:
+        return None  # they are elsewhere
     with ThreadPoolExecutor(READERS) as pool:
         digests = pool.map(_digest, files)
         return [(path.name, path.stat().st_size, digest) for path, digest in zip(files, digests, strict=True)]
 
 
-def _hub_folder(model: str, revision: str | None) -> Path | None:
+def _hub_folder(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
     """Where the hub's cache has a model."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model, "config.json", cache_dir=cache_dir, revision=revision)
     except HFValidationError:  # not a name on the hub
         return None
     return Path(found).parent if isinstance(found, str) else None
@@ -42,7 +49,8 @@ def _hub_folder(model: str, revision: str | None) -> Path | None:
 
 def _digest(path: Path) -> str:
     status = path.stat()
-    known = [str(path.resolve()), status.st_size, status.st_mtime_ns]
+    # Whoever copies a file over another may set its size and its time of modification, but not that of the change.
+    known = [str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     note = (
         Path(platformdirs.user_cache_dir("kvmosaic"))
         / "weights"

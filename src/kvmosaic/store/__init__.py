@@ -1,6 +1,6 @@
 """Where entries live: tiers behind one manager, each within a byte budget."""
 
-from kvmosaic.store.base import CorruptEntryError, EntryInfo, LookupResult, MissReason, Tier
+from kvmosaic.store.base import CorruptEntryError, EntryInfo, Fetched, LookupResult, MissReason, Tier
 from kvmosaic.store.index import ChunkHashIndex
 from kvmosaic.store.manager import ChunkStorageManager
 from kvmosaic.store.open import open_store
@@ -13,6 +13,7 @@ __all__ = [
     "CorruptEntryError",
     "DiskTier",
     "EntryInfo",
+    "Fetched",
     "HostTier",
     "LookupResult",
     "MissReason",

@@ -24,6 +24,8 @@ class MissReason(str, Enum):
     """The key is there, but for other tokens."""
     ERROR = "error"
     """A tier failed, so nobody knows."""
+    SLOW = "slow-tier"
+    """Only a tier has it that was not to be waited for."""
 
 
 class LookupResult(NamedTuple):
@@ -32,6 +34,16 @@ class LookupResult(NamedTuple):
     entry: ChunkKV | None
     tier: str | None
     reason: MissReason | None
+
+
+class Fetched(NamedTuple):
+    """An entry that was brought from a slower tier."""
+
+    entry: ChunkKV
+    tier: str
+    """The tier that had it."""
+    is_near: bool
+    """Whether the fastest tier has it now."""
 
 
 class EntryInfo(NamedTuple):
@@ -45,6 +57,10 @@ class EntryInfo(NamedTuple):
 
 class CorruptEntryError(KvmosaicError):
     """A stored copy is not what was put; it is never served."""
+
+
+TIER_ERRORS = (OSError, MemoryError, RuntimeError)
+"""What a tier may raise: torch has runtime errors for memory that cannot be had or pinned."""
 
 
 class TierDownError(OSError):
@@ -69,8 +85,14 @@ class Tier(ABC):
     """Whether entries outlive this process."""
     shares_budget: bool = False
     """Whether other processes use up the same budget: then what is there is counted anew from time to time."""
+    is_slow: bool = True
+    """Whether a call may take long, or for ever: then it is none of those that others wait for with a lock held."""
+    is_up: bool = True
+    """Whether calls are let through at all."""
     set_aside: int = 0
     """Stored copies that failed their checks so far."""
+    progress: int = 0
+    """Grows while a call gets on that goes through many entries."""
 
     @abstractmethod
     def size(self, key: ChunkKey) -> int | None:
@@ -97,6 +119,9 @@ class Tier(ABC):
     @abstractmethod
     def scan(self) -> Iterator[EntryInfo]:
         """Every entry that is there, oldest first (``pinned`` is always false: a tier knows no pins)."""
+
+    def check(self) -> None:  # noqa: B027 - memory can always be reached
+        """Raise an ``OSError`` if the place cannot be reached."""
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of ``keys`` are there."""

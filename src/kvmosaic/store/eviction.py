@@ -7,7 +7,7 @@ Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -52,24 +52,52 @@ class S3Fifo(Generic[K]):
         """Budget in bytes."""
         self._small: _Queue[K] = _Queue()
         self._main: _Queue[K] = _Queue()
+        self._parked: _Queue[K] = _Queue()
+        """Pinned keys that were met in a queue: out of the way until they are unpinned."""
         self._ghost: _Queue[K] = _Queue()
+        self._pins: set[K] = set()
+        """Pinned keys, held or not."""
+        self._pinned_bytes = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all keys held."""
-        return self._small.nbytes + self._main.nbytes
+        return self._small.nbytes + self._main.nbytes + self._parked.nbytes
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._main)
+        return len(self._small) + len(self._main) + len(self._parked)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._main or key in self._small
+        return self._find(key) is not None
+
+    def _find(self, key: K) -> _Item | None:
+        return self._main.get(key) or self._small.get(key) or self._parked.get(key)
 
     def touch(self, key: K) -> None:
         """Note a use of ``key``; one that is not held is ignored."""
-        item = self._main.get(key) or self._small.get(key)
+        item = self._find(key)
         if item is not None and item.uses < MAX_USES:
             item.uses += 1
+
+    def pin(self, key: K) -> None:
+        """Never name ``key``, held now or later, until it is unpinned."""
+        if key not in self._pins:
+            self._pins.add(key)
+            item = self._find(key)
+            self._pinned_bytes += item.nbytes if item else 0
+
+    def unpin(self, key: K) -> None:
+        """Undo :meth:`pin`."""
+        if key in self._pins:
+            self._pins.remove(key)
+            item = self._find(key)
+            self._pinned_bytes -= item.nbytes if item else 0
+            if key in self._parked:
+                self._main.push(key, self._parked.take(key))
+
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether :meth:`make_room` would succeed."""
+        return self._pinned_bytes + nbytes <= self.capacity
 
     def add(self, key: K, nbytes: int) -> None:
         """Hold ``key`` from now on; :meth:`make_room` goes first."""
@@ -79,49 +107,48 @@ class S3Fifo(Generic[K]):
         if came_back:
             self._ghost.take(key)
         (self._main if came_back else self._small).push(key, _Item(nbytes))
+        self._pinned_bytes += nbytes if key in self._pins else 0
 
     def remove(self, key: K) -> None:
         """Forget ``key``; one that is not held is ignored."""
-        for queue in (self._small, self._main):
+        for queue in (self._small, self._main, self._parked):
             if key in queue:
-                queue.take(key)
+                nbytes = queue.take(key).nbytes
+                self._pinned_bytes -= nbytes if key in self._pins else 0
 
-    def make_room(self, nbytes: int, pinned: Collection[K] = ()) -> list[K] | None:
-        """Evict until ``nbytes`` more fit; the evicted keys, none of them in ``pinned``.
+    def make_room(self, nbytes: int) -> list[K] | None:
+        """Evict until ``nbytes`` more fit; the evicted keys, none of them pinned. A step takes constant time on
+        average: a pinned key is met once, and every key that stays for its uses loses one.
 
         ``None``, with nothing evicted, when they cannot fit.
         """
         if self.nbytes + nbytes <= self.capacity:
             return []
-        if self._bytes_of(pinned) + nbytes > self.capacity:
+        if not self.can_hold(nbytes):
             return None
         victims = []
         while self.nbytes + nbytes > self.capacity:
-            victims.append(self._evict_one(pinned))
+            victims.append(self._evict_one())
         return victims
 
-    def _bytes_of(self, keys: Collection[K]) -> int:
-        items = (self._main.get(key) or self._small.get(key) for key in keys)
-        return sum(item.nbytes for item in items if item is not None)
-
-    def _evict_one(self, pinned: Collection[K]) -> K:
+    def _evict_one(self) -> K:
         victim = None
         if self._small.nbytes > SMALL_SHARE * self.capacity:
-            victim = self._evict_from_small(pinned)
+            victim = self._evict_from_small()
         if victim is None:
-            victim = self._evict_from_main(pinned)
+            victim = self._evict_from_main()
         if victim is None:
-            victim = self._evict_from_small(pinned)
+            victim = self._evict_from_small()
         assert victim is not None, "make_room checked that something unpinned is left"
         return victim
 
-    def _evict_from_small(self, pinned: Collection[K]) -> K | None:
+    def _evict_from_small(self) -> K | None:
         while self._small:
             key, item = self._small.take_oldest()
-            # A pin is a use as well, and moving the key on keeps it out of the way here.
-            if item.uses or key in pinned:
+            # A pin is a use as well.
+            if item.uses or key in self._pins:
                 item.uses = 0
-                self._main.push(key, item)
+                (self._parked if key in self._pins else self._main).push(key, item)
                 continue
             self._ghost.push(key, item)
             while self._ghost.nbytes > self.capacity:
@@ -129,12 +156,14 @@ class S3Fifo(Generic[K]):
             return key
         return None
 
-    def _evict_from_main(self, pinned: Collection[K]) -> K | None:
-        # One more round than a key can have uses left: after that all keys are known to be pinned.
-        for _ in range(len(self._main) * (MAX_USES + 1)):
+    def _evict_from_main(self) -> K | None:
+        while self._main:
             key, item = self._main.take_oldest()
-            if item.uses == 0 and key not in pinned:
+            if key in self._pins:
+                self._parked.push(key, item)
+            elif item.uses == 0:
                 return key
-            item.uses = max(0, item.uses - 1)
-            self._main.push(key, item)
+            else:
+                item.uses -= 1
+                self._main.push(key, item)
         return None

@@ -1,7 +1,7 @@
 """What this process knows about every key: where it is, how large, how often pinned."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvmosaic.core.key import ChunkKey
@@ -77,17 +77,18 @@ class ChunkHashIndex:
         """Whether the last copy of ``key`` was evicted, as far as is remembered."""
         return key in self._evicted
 
-    def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Pin each key once more."""
-        for key in keys:
-            self.pins[key] = self.pins.get(key, 0) + 1
+    def pin(self, key: ChunkKey) -> bool:
+        """Pin a key once more; whether it was not pinned."""
+        self.pins[key] = self.pins.get(key, 0) + 1
+        return self.pins[key] == 1
 
-    def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Undo one :meth:`pin` of each key."""
-        for key in keys:
-            self.pins[key] -= 1
-            if self.pins[key] == 0:
-                del self.pins[key]
+    def unpin(self, key: ChunkKey) -> bool:
+        """Undo one :meth:`pin`; whether it was the last."""
+        self.pins[key] -= 1
+        if self.pins[key]:
+            return False
+        del self.pins[key]
+        return True
 
     def forget_evictions(self, matching: Callable[[ChunkKey], bool]) -> None:
         """No longer remember that these keys were evicted."""

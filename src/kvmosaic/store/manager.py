@@ -1,17 +1,21 @@
 """The store as engines see it: one place to put entries and to find them again."""
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.store.base import EntryInfo, LookupResult, MissReason, Tier
+from kvmosaic.store.base import EntryInfo, Fetched, LookupResult, MissReason, Tier
 from kvmosaic.store.stack import TierStack
 from kvmosaic.store.tiers.host import in_pinned_memory
 
+logger = logging.getLogger(__name__)
+
 FETCHES_REMEMBERED = 10_000
+EVENTS = ("evictions", "promotions", "demotions", "write_errors", "dropped_writes")
 
 
 class ChunkStorageManager:
@@ -21,8 +25,9 @@ class ChunkStorageManager:
     a slower tier is promoted; one evicted from a tier is demoted to the next unless that has it too.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._stack = TierStack(tiers)
+    def __init__(self, tiers: Sequence[Tier], kv_format: KVFormat | None = None) -> None:
+        """``kv_format``, if it is given, is that of all entries it takes and returns."""
+        self._stack = TierStack(tiers, kv_format)
         self._lock = self._stack.lock
         self._hits: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
@@ -39,13 +44,15 @@ class ChunkStorageManager:
         context: Sequence[int],
         counted: bool = True,
         absent: Collection[tuple[int, ChunkKey]] = (),
+        held: Mapping[ChunkKey, Fetched] | None = None,
     ) -> LookupResult:
         """Find the entry of ``key`` and check that it is the KV of ``tokens`` computed after ``context``. Hits and
-        misses that are not ``counted`` stay out of the statistics; ``absent`` is from :meth:`absent`."""
+        misses that are not ``counted`` stay out of the statistics; ``absent`` is from :meth:`absent`. Given what was
+        fetched ahead and is ``held``, no tier is looked at that may keep the caller waiting."""
         reason = None
         clears = self._stack.clears
         for level, tier in enumerate(self._stack.tiers):
-            if (level, key) in absent:
+            if (level, key) in absent or (held is not None and tier.lasts):  # what does not last is in memory
                 continue
             entry, failure = self._stack.read(level, key)
             reason = reason or failure
@@ -57,22 +64,35 @@ class ChunkStorageManager:
             if level > 0:
                 self._stack.promote(level, entry, clears)
                 entry = self._stack.read(0, key)[0] or entry
-            name = self._fetched_from.pop(key, tier.name)
-            with self._lock:
-                self._hits[name] += counted
-                # In all tiers, or the slower ones would evict what is so popular that they never see it.
-                for policy in self._stack.policies.values():
-                    policy.touch(key)
-            return LookupResult(entry, name, None)
+            return self._found(entry, tier.name, counted)
+        fetched = None if held is None else held.get(key)
+        if fetched is not None and fetched.entry.matches(tokens, context):
+            return self._found(fetched.entry, fetched.tier, counted)
         with self._lock:
+            if reason is None and held is not None and self._stack.index.lookup(key) is not None:
+                reason = MissReason.SLOW
             if reason is None:
                 reason = MissReason.EVICTED if self._stack.index.was_evicted(key) else MissReason.NEW
             self._misses[reason] += counted
         return LookupResult(None, None, reason)
 
+    def _found(self, entry: ChunkKV, tier: str, counted: bool) -> LookupResult:
+        with self._lock:
+            name = self._fetched_from.pop(entry.key, tier)
+            self._hits[name] += counted
+            # In all tiers, or the slower ones would evict what is so popular that they never see it.
+            for policy in self._stack.policies.values():
+                policy.touch(entry.key)
+        return LookupResult(entry, name, None)
+
     def fetch(self, keys: Iterable[ChunkKey]) -> None:
-        """Bring entries from slower tiers to the fastest one, as far as it has room. Made to be called from a thread
-        of its own, ahead of a lookup, which then reports the tier that had them."""
+        """Bring entries from slower tiers to the fastest one, as far as it has room."""
+        for _ in self.fetch_each(keys):
+            pass
+
+    def fetch_each(self, keys: Iterable[ChunkKey]) -> Iterator[Fetched]:
+        """Likewise, one after the other, while they are asked for. Made to be called from a thread of its own, ahead
+        of a lookup, which then reports the tier that had them."""
         wanted = dict.fromkeys(key for key in keys if self._stack.size(0, key) is None)
         absent = self._stack.absent(wanted)
         for level, tier in enumerate(self._stack.tiers[1:], start=1):
@@ -83,9 +103,11 @@ class ChunkStorageManager:
                 moved = in_pinned_memory(entry) if self.fastest_tier == "device" else entry
                 self._stack.promote(level, moved, clears)
                 del wanted[key]
-                self._fetched_from[key] = tier.name
-                if len(self._fetched_from) > FETCHES_REMEMBERED:  # some were never looked up
-                    self._fetched_from.pop(next(iter(self._fetched_from)), None)
+                with self._lock:
+                    self._fetched_from[key] = tier.name
+                    if len(self._fetched_from) > FETCHES_REMEMBERED:  # some were never looked up
+                        del self._fetched_from[next(iter(self._fetched_from))]
+                yield Fetched(moved, tier.name, self._stack.size(0, key) is not None)
 
     @property
     def fastest_tier(self) -> str:
@@ -93,7 +115,7 @@ class ChunkStorageManager:
         return self._stack.tiers[0].name
 
     def event_counts(self) -> Counter[str]:
-        """Evictions, promotions, demotions and write errors since the start."""
+        """Evictions, promotions, demotions, write errors and dropped writes since the start."""
         return self._stack.counts.copy()
 
     def held(self) -> dict[str, tuple[int, int]]:
@@ -111,34 +133,37 @@ class ChunkStorageManager:
         return self._stack.lasting(list(keys))
 
     def put(self, entry: ChunkKV) -> bool:
-        """Store an entry; a no-op when its key is there already. A tier on another machine is asked later, before
-        anything is sent there. Whether at least one tier has it."""
-        stack, key = self._stack, entry.key
-        if stack.contains(key, far=False):  # of far tiers the writer asks, for which nobody has to wait
-            return True
+        """Store an entry; a no-op when its key is there already. Never waits for a slow tier: it is written there
+        later, or dropped if too much is waiting for that. Whether a tier has it, or is about to get it if the fastest
+        had no room; whether it then lasts, :meth:`lasting` says."""
+        stack = self._stack
+        if not stack.takes(entry):
+            logger.error("not stored: an entry of another format than the store's, %s", entry.format)
+            return False
         with self._lock:
-            if stack.size(0, key) is not None or stack.writer.get(key) is not None:
-                return True  # another thread was faster
+            if stack.contains(entry.key, far=False):
+                return True
             taken = stack.place(entry)
-            if len(stack.tiers) > 1:
-                stack.writer.add(entry, level=1)
-        stack.writer.wait_for_room()
-        if not taken:
-            stack.writer.flush(key)
-            taken = stack.index.lookup(key) is not None
-        return taken
+            below = len(stack.tiers) > 1 and (taken or stack.can_hold(entry))
+            queued = below and stack.enqueue(entry, level=1)
+            return taken or queued
+
+    def wait_for_room(self) -> None:
+        """Wait until more can be put without being dropped, as long as writing gets on: for those who fill store
+        after store of documents, not for an engine's steps."""
+        self._stack.writer.wait_for_room()
 
     @contextmanager
     def pin(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
         """Keep ``keys``, stored already or later, from being evicted inside the ``with`` block."""
         held = list(keys)
         with self._lock:
-            self._stack.index.pin(held)
+            self._stack.pin(held)
         try:
             yield
         finally:
             with self._lock:
-                self._stack.index.unpin(held)
+                self._stack.unpin(held)
 
     def take_changes(self) -> dict[ChunkKey, str | None]:
         """For every key that came, moved or went since the last call (at the first: for all), the fastest tier that
@@ -167,14 +192,12 @@ class ChunkStorageManager:
         self._stack.clear(matching)
 
     def flush(self) -> None:
-        """Wait until everything put so far is in the slower tiers, or was refused there."""
-        self._stack.writer.flush()
+        """Wait until everything put so far is in the slower tiers, or was refused there, as long as that gets on."""
+        self._stack.flush()
 
     def close(self) -> None:
-        """Write what is queued, then close the tiers."""
-        self.flush()
-        for tier in self._stack.tiers:
-            tier.close()
+        """Write what is queued, as long as that gets on, then close the tiers."""
+        self._stack.close()
 
     def get_stats(self) -> dict[str, Any]:
         """Counters since the start, and what is held now. Sizes in MB of 2**20 bytes."""
@@ -192,7 +215,7 @@ class ChunkStorageManager:
                 "cache_misses": misses,
                 "hits_by_tier": {tier.name: self._hits[tier.name] for tier in stack.tiers},
                 "misses_by_reason": {reason.value: self._misses[reason] for reason in MissReason},
-                **{name: stack.counts[name] for name in ("evictions", "promotions", "demotions", "write_errors")},
+                **{name: stack.counts[name] for name in EVENTS},
                 "corrupt_set_aside": sum(tier.set_aside for tier in stack.tiers),
                 "pinned": len(stack.index.pins),
             }

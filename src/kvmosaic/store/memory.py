@@ -52,10 +52,12 @@ class MemoryPool:
 
     def _keep(self, memory: Bytes) -> None:
         self._kept[memory.ctypes.data] = memory
+        excess = sum(map(len, self._kept.copy().values())) - self._kept_bytes
         for address in list(self._kept):
-            if sum(map(len, self._kept.copy().values())) <= self._kept_bytes:
+            if excess <= 0:
                 return
-            self._kept.pop(address, None)
+            gone = self._kept.pop(address, None)
+            excess -= 0 if gone is None else len(gone)
 
 
 POOL = MemoryPool()

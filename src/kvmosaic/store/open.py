@@ -5,11 +5,14 @@ import logging
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.store.base import Tier
 from kvmosaic.store.manager import ChunkStorageManager
+from kvmosaic.store.seal import EntryCheck, Seal
 from kvmosaic.store.tiers.device import DeviceTier
 from kvmosaic.store.tiers.disk import DiskTier
+from kvmosaic.store.tiers.guarded import GuardedTier
 from kvmosaic.store.tiers.host import HostTier
 from kvmosaic.store.tiers.remote import open_remote_tier
 
@@ -17,18 +20,24 @@ logger = logging.getLogger(__name__)
 
 
 def open_store(
-    config: ChunkCacheConfig, device_pool: torch.Tensor | None = None, share: HeadShare | None = None
+    config: ChunkCacheConfig,
+    device_pool: torch.Tensor | None = None,
+    share: HeadShare | None = None,
+    kv_format: KVFormat | None = None,
 ) -> ChunkStorageManager:
     """A store with a host tier, above it a device tier when a pool is given, and below it, when ``disk_path`` is
     set and usable, a disk tier, and when ``remote`` is set a remote one, reachable now or later. ``share`` is what
-    its user holds of a model's KV."""
+    its user holds of a model's KV, and ``kv_format`` what that looks like: nothing else is ever returned. The store
+    key is in the environment, if there is one."""
+    check = EntryCheck(Seal.from_environment(), kv_format)
     tiers: list[Tier] = [HostTier(config.host_memory)]
     if device_pool is not None:
         tiers.insert(0, DeviceTier(device_pool))
     if config.disk_path is not None:
         try:
             tenant = None if config.tenant_quota is None else config.tenant
-            tiers.append(DiskTier(config.disk_path.expanduser(), config.disk_budget, tenant))
+            disk = DiskTier(config.disk_path.expanduser(), config.disk_budget, tenant, check)
+            tiers.append(GuardedTier(disk, f"the disk tier in {config.disk_path}"))
         except OSError as error:
             logger.warning(
                 "no disk tier: cannot use disk_path=%s (%s); entries live in memory only until it names a "
@@ -38,5 +47,5 @@ def open_store(
             )
     if config.remote is not None:
         own = share if config.per_head_storage else None
-        tiers.append(open_remote_tier(config.remote, config.remote_deadline_ms / 1000, own))
-    return ChunkStorageManager(tiers)
+        tiers.append(open_remote_tier(config.remote, config.remote_deadline_ms / 1000, own, check))
+    return ChunkStorageManager(tiers, kv_format)

@@ -56,7 +56,7 @@ def test_counts_and_reasons(filling):
 
 
 def test_clear_and_warm(narrow, tokenizer):
-    llm = LLM(narrow, tokenizer, **FILL_FIRST)
+    llm = LLM(narrow, tokenizer, min_chunk_tokens=1, **FILL_FIRST)
     assert llm.chunk_cache.warm(["The ferry leaves at six.", "The library opens at ten."]) == 2
     assert llm.chunk_cache.warm(["The ferry leaves at six."]) == 0
     text = "Be brief. # # The library opens at ten. # # The ferry leaves at six. # # When does the library open?"
@@ -111,7 +111,7 @@ def test_longrope_keeps_short_and_long_entries_apart():
 
 def test_a_chunk_that_does_not_fit_behind_its_sink_prefix_is_prefilled(narrow, tokenizer):
     """Inside the prompt it fits; alone, after a long sink prefix, it would not."""
-    llm = LLM(narrow, tokenizer, **FILL_FIRST, sink_prefix="a long text " * 20)
+    llm = LLM(narrow, tokenizer, **FILL_FIRST, min_chunk_tokens=1, sink_prefix="a long text " * 20)
     llm.chunk_cache._max_positions = 70
     text = "Be brief. # # " + "The ferry leaves. " * 8 + "# # Open at ten. # # When does it open?"
     [output] = llm.generate(text, max_tokens=3, temperature=0)
@@ -373,16 +373,18 @@ def test_warm_is_limited_to_what_can_be_reused(narrow, tokenizer):
         LLM(narrow, tokenizer, enable_chunk_cache=True, chunk_context="system").chunk_cache.warm(["a b"])
 
 
-@pytest.mark.parametrize("change", ["one row", "training"])
+@pytest.mark.parametrize("change", ["one row", "through data", "training"])
 def test_weights_changed_after_the_start_make_new_entries(filling, change):
     llm = filling
     p = prompt(3, 20, 5)
     llm.generate([p], max_tokens=1)
     if change == "training":
         llm.model.train()
-    else:
+    elif change == "one row":
         with torch.no_grad():
             llm.model.get_input_embeddings().weight[p.token_ids[10]] *= -1
+    else:  # torch counts no version for this
+        llm.model.get_input_embeddings().weight.data += 1e-3
     [output] = llm.generate([p], max_tokens=1)
     assert output.mode == ("reuse" if change == "training" else "fill")
     assert llm.model.training == (change == "training")
@@ -411,3 +413,23 @@ def test_a_policy_of_a_profile_that_does_not_exist_is_blamed_on_the_profile(smol
         LLM(str(smollm2_folder), enable_chunk_cache=True)
     assert str(path) in str(error.value)
     assert "link" in str(error.value)
+
+
+def test_short_chunks_are_text_in_this_engine_too(narrow, tokenizer):
+    llm = LLM(narrow, tokenizer, **FILL_FIRST)
+    text = "Be brief. # # Open at ten. # # " + "The ferry leaves. " * 8 + "# # When does it open?"
+    [output] = llm.generate(text, max_tokens=3, temperature=0)
+    assert len(output.chunks) == 1
+    assert llm.chunk_cache.warm(["Open at ten."]) == 0
+    assert llm.chunk_cache.get_stats()["total_chunks"] == 1
+
+
+def test_with_the_separator_off_only_boundaries_name_chunks(narrow, tokenizer):
+    llm = LLM(narrow, tokenizer, **FILL_FIRST, chunk_separator="")
+    text = "Be brief. # # " + "The ferry leaves. " * 8 + "# # When does it open?"
+    assert llm.generate(text, max_tokens=1)[0].mode == "plain"
+    ids = tokenizer.encode(text)
+    prompt = llm.parser.parse(ids, [(0, 4), (4, 30), (30, len(ids))])
+    assert llm.generate([prompt], max_tokens=1)[0].mode == "fill"
+    with pytest.raises(ConfigError, match="chunk_separator is off"):
+        llm.chat_prompt("Be brief.", ["a document"], "Why?")

@@ -18,7 +18,7 @@ TEXT = (
 
 
 pytestmark = pytest.mark.slow
-FILL_FIRST = {"enable_chunk_cache": True, "miss_policy": "fill-first"}
+FILL_FIRST = {"enable_chunk_cache": True, "miss_policy": "fill-first", "min_chunk_tokens": 1}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.core.config import load_config
 from kvmosaic.engines.vllm.compat.layers import paged_cache
-from kvmosaic.engines.vllm.scheduler_side import backlog, scheduler
+from kvmosaic.engines.vllm.scheduler_side import backlog, waiting
 from kvmosaic.vllm import LLM
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,8 @@ PART = 256
 
 def start(model: str | Path, **settings: Any) -> LLM:
     """An engine with a chunk cache, in this process; it ends the one that was started last (``conftest.py``)."""
-    return LLM(str(model), enable_chunk_cache=True, **SMALL | settings)
+    ours = {"client_parameters": "all", "min_chunk_tokens": 1}
+    return LLM(str(model), enable_chunk_cache=True, **SMALL | ours | settings)
 
 
 # --- prompts of text
@@ -101,6 +102,17 @@ def ask(
     """Answers to prompts that are sent together."""
     given = [{"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {}) for tokens in prompts]
     return llm.generate(given, greedy(max_tokens, logprobs=3, detokenize=False, params=params), use_tqdm=False)
+
+
+def plain_answer(llm: LLM, tokens: Sequence[int]) -> RequestOutput:
+    """The answer of a full prefill, with nothing from vLLM's own prefix cache."""
+    assert llm.reset_prefix_cache()
+    [output] = ask(llm, tokens, salt=f"{random.random()}", chunk_cache=False)
+    return output
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("a failure made for this test")
 
 
 def forget(llm: LLM) -> None:
@@ -210,7 +222,7 @@ def fill_alone(context: Sequence[int], tokens: Sequence[int]) -> Any:
 
 
 def fill_in_background(fills: Sequence[Any]) -> None:
-    worker_side()._filler.fill_in_background(fills)
+    worker_side()._filler.fill_in_background(fills, None)
 
 
 def note_fills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
@@ -334,30 +346,36 @@ def lend_nothing(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     monkeypatch.setattr(scheduler_side(llm)._lender, "lend", lambda *_: ())
 
 
+def choose_at_any_length(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """Also where looking at the prompt takes more than a step."""
+    monkeypatch.setattr(scheduler_side(llm)._admission, "choice_is_long", lambda *_: False)
+
+
 def set_miss_policy(monkeypatch: pytest.MonkeyPatch, llm: LLM, policy: str) -> None:
     """On the scheduler's side alone, for what it notes as missing."""
-    config = load_config(enable_chunk_cache=True, miss_policy=policy)
+    config = load_config(enable_chunk_cache=True, miss_policy=policy, client_parameters="all")
     monkeypatch.setattr(scheduler_side(llm), "_config", config)
+    monkeypatch.setattr(scheduler_side(llm)._waiting, "_config", config)
 
 
 def judge_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[bool]:
     """Have every request judged twice, and only the first judgement of all be in its favour; one item for each."""
     side = scheduler_side(llm)
     judged: list[bool] = []
-    judge = side._is_worth_it
+    judge = side._waiting._is_worth_it
 
     def is_faster(*_: Any) -> bool:
         judged.append(True)
         return len(judged) == 1
 
     monkeypatch.setattr(side._admission._judge, "is_faster", is_faster)
-    monkeypatch.setattr(side, "_is_worth_it", lambda *given: judge(*given) and judge(*given))
+    monkeypatch.setattr(side._waiting, "_is_worth_it", lambda *given: judge(*given) and judge(*given))
     return judged
 
 
 def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """How long a request waits for its chunks."""
-    monkeypatch.setattr(scheduler, "PATIENCE_SECONDS", seconds)
+    monkeypatch.setattr(waiting, "PATIENCE_SECONDS", seconds)
 
 
 def set_overdue(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

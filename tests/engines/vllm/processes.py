@@ -141,4 +141,5 @@ def _start(model: str, with_cache: bool, settings: dict[str, Any]) -> Any:
         registry._run_in_subprocess = lambda look: look()  # as conftest.py does it
     if not with_cache:
         return vllm.LLM(model, **SMALL | settings)
-    return LLM(model, enable_chunk_cache=True, **SMALL | settings)
+    ours = {"client_parameters": "all", "min_chunk_tokens": 1}
+    return LLM(model, enable_chunk_cache=True, **SMALL | ours | settings)

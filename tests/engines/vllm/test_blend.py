@@ -46,7 +46,7 @@ def llm(tiny_text):
 @pytest.fixture(scope="module")
 def reference(tiny_text, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
-    return HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first")
+    return HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", min_chunk_tokens=1)
 
 
 @pytest.mark.parametrize("policy", SHARED)
@@ -59,6 +59,25 @@ def test_both_engines_choose_the_same_tokens_and_give_the_same_logits(llm, refer
     [output] = answer(llm, [text], recompute_ratio=0.4, policy=policy)
     assert chosen_last() == expected.recomputed
     assert chosen_last()
+    logprobs = expected.logits.log_softmax(-1)
+    for token, seen in output.outputs[0].logprobs[0].items():
+        assert seen.logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
+
+
+@pytest.mark.parametrize("policy", SHARED)
+def test_text_between_chunks_sees_what_is_recomputed_before_it(llm, reference, policy):
+    """As in a conversation. A policy that looks at the prompt has that text computed before it chooses."""
+    text = prompt(f"You are number {random.random()}.", DOCUMENTS, "Who owns the bakery? The owner is")
+    whole = reference.parser.parse(text)
+    first, between, *others = whole.chunks
+    boundaries = [(span.start, span.end) for span in (whole.system, first, *others, whole.question)]
+    parsed = reference.parser.parse(whole.token_ids, boundaries)
+    with reference.engine.session():
+        expected = reference.assemble(parsed, 0.4, 0, policy_named(policy))
+    ids = list(whole.token_ids)
+    [output] = answer(llm, [{"prompt_token_ids": ids}], recompute_ratio=0.4, policy=policy, boundaries=boundaries)
+    assert chosen_last() == expected.recomputed
+    assert min(chosen_last()) < between.start
     logprobs = expected.logits.log_softmax(-1)
     for token, seen in output.outputs[0].logprobs[0].items():
         assert seen.logprob == pytest.approx(float(logprobs[token]), abs=1e-3)

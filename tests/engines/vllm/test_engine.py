@@ -32,7 +32,7 @@ def llm():
 @pytest.fixture(scope="module")
 def reference(smollm2, tokenizer):
     """The embedded engine, which defines what reuse gives."""
-    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True, miss_policy="fill-first")
+    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", min_chunk_tokens=1)
 
 
 def test_ratio_one_is_plain_vllm(llm):

@@ -111,10 +111,21 @@ def test_approximate_blocks_are_not_announced(router):
     prompt = draw(3 * PART)
     spans = [(0, 20), (20, PART + 20), (PART + 20, 2 * PART + 70), (2 * PART + 70, len(prompt))]
     for _ in range(3):
-        events = router.ask(prompt, boundaries=spans, recompute_ratio=0.1)
-        assert theirs(events)
+        events = router.ask(prompt, boundaries=spans, recompute_ratio=0.1, max_tokens=2 * BLOCK)
         assert not ours(events)
+        assert [token for event in theirs(events) for token in event.token_ids] == []  # vLLM does not, either
+        assert not [event for event in events if isinstance(event, BlockRemoved)]
     assert not ours(router.ask(prompt, salt="kept apart"))
+
+
+def test_of_a_prompt_with_chunks_vllm_announces_what_stands_before_them(router):
+    prompt = draw(3 * PART)
+    spans = [(0, BLOCK + 20), (BLOCK + 20, 2 * PART), (2 * PART, len(prompt))]
+    [event] = theirs(router.ask(prompt, boundaries=spans))
+    assert (event.token_ids, event.parent_block_hash, event.extra_keys) == (prompt[:BLOCK], None, [None])
+    assert len(event.block_hashes) == 1
+    exact = theirs(router.ask(prompt, boundaries=spans, recompute_ratio=1.0))
+    assert [token for event in exact for token in event.token_ids] == prompt[BLOCK:]
 
 
 def test_what_the_store_drops_is_taken_back(router):

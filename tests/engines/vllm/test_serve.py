@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from openai import OpenAI
@@ -33,6 +34,7 @@ def serving(model, max_tokens, log):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "kvmosaic.cli.main", "serve", model, "--enable-chunk-cache"]
+    command += ["--client-parameters", "all"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:
         server = subprocess.Popen(
@@ -149,6 +151,18 @@ def test_bad_parameters_are_counted_and_answered_plainly(client, params):
     assert ours["choices"][0]["text"] == complete(client, text, chunk_cache=False).choices[0].text
     name = 'kvmosaic:fallbacks_total{reason="bad-parameters"}'
     assert metrics(client)[name] - before.get(name, 0) == 1
+
+
+@pytest.mark.parametrize("sent", ["report", ["report"], 5, 0.5])
+def test_parameters_that_are_no_object_end_nothing(client, sent):
+    """Some releases of vLLM refuse them, others hand them on."""
+    body = {"model": client.models.list().data[0].id, "prompt": "It is", "max_tokens": 2}
+    extra = {"vllm_xargs": {"kv_transfer_params": sent}}
+    url = f"{client.base_url}completions"
+    request = urllib.request.Request(url, json.dumps(body | extra).encode(), {"Content-Type": "application/json"})
+    with suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(request, timeout=120).read()
+    assert complete(client, "It is").choices[0].text
 
 
 def test_ratio_one_is_plain_vllm(client):

@@ -7,6 +7,7 @@ import pytest
 from tests.engines.vllm.helpers import (
     SMALL,
     block_pool,
+    choose_at_any_length,
     draw,
     greedy,
     is_idle,
@@ -102,6 +103,7 @@ def test_a_question_that_begins_a_block(llm, documents, policy, lends, monkeypat
     """Its first block is not there yet when all before it is loaded; vLLM may be too short of blocks to lend one."""
     if not lends:
         lend_nothing(monkeypatch, llm)
+    choose_at_any_length(monkeypatch, llm)
     block = SMALL["block_size"]
     ids, boundaries = request(documents, system=-CHUNK * CHUNKS % block + block)
     assert boundaries[-1][0] % block == 0

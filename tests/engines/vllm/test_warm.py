@@ -31,7 +31,7 @@ def warmed(tmp_path_factory, tiny_text):
 def test_all_documents_are_found_by_another_engine(warmed, tiny_text):
     entries, result = warmed
     assert result.pop("filled_tokens") > 20 * 20  # more than a request of that engine can have
-    assert result == {"documents": 22, "filled": 20, "known": 1, "too_long": 1, "lost": 0}
+    assert result == {"documents": 22, "filled": 20, "known": 1, "too_long": 1, "too_short": 0, "lost": 0}
     assert len(list(entries.rglob("*.safetensors"))) == 20
     llm = start(tiny_text, miss_policy="never", disk_path=entries)
     for at in range(0, 20, 5):

@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from kvmosaic.blend import policy_named
@@ -13,6 +15,9 @@ from kvmosaic.cli.doctor.row import GIB, Row, reason
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import load_profile, profile_path
+
+SAMPLE = 1000
+"""Files and folders of the disk tier whose permissions are looked at."""
 
 
 def load_settings() -> tuple[ChunkCacheConfig, Row]:
@@ -100,6 +105,31 @@ def disk_tier(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
     else:
         most = int((held + free) / sharing / 2**20)
         yield Row("disk tier", "warn", found, f"the disk would be full first; set {name} to {most}MiB or less")
+    yield from _privacy(path)
+
+
+def _privacy(path: Path) -> Iterator[Row]:
+    """Whether others can read what users' documents were turned into, or write what engines will read."""
+    open_to_others, looked_at = [], 0
+    for place in (path, *islice(_inside(path), SAMPLE)):
+        with suppress(OSError):  # another process may be evicting
+            status = os.lstat(place)
+            looked_at += 1
+            if not stat.S_ISLNK(status.st_mode) and status.st_mode & 0o077:
+                open_to_others.append(place)
+    if not looked_at:
+        return
+    if not open_to_others:
+        yield Row("disk tier's files", "ok", f"for this user alone ({looked_at} looked at)")
+        return
+    found = f"{len(open_to_others)} of {looked_at} looked at are open to other users, such as {open_to_others[0]}"
+    yield Row("disk tier's files", "warn", found, f"others can read or plant KV there; chmod -R go= {path}")
+
+
+def _inside(path: Path) -> Iterator[Path]:
+    """All below a folder, without following links."""
+    for folder, folders, files in os.walk(path):
+        yield from (Path(folder, name) for name in (*folders, *files))
 
 
 def remote_tier(settings: ChunkCacheConfig) -> Iterator[Row]:

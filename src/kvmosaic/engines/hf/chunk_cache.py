@@ -10,7 +10,7 @@ from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.chunk_cache import ChunkCache, Found, Missing
+from kvmosaic.engines.chunk_cache import ANY_LENGTH, ChunkCache, Found, Missing, WarmState
 from kvmosaic.engines.hf.model import HFModel
 
 
@@ -22,9 +22,21 @@ class HFChunkCache(ChunkCache):
     ) -> None:
         """``settings``: ``sink`` and ``max_positions``, as for :class:`ChunkCache`."""
         share = HeadShare.of_rank(0, 1, engine.format.heads, engine.format.layers)
-        super().__init__(config, model, fingerprint=engine.fingerprint, share=share, **settings)
+        super().__init__(
+            config, model, fingerprint=engine.fingerprint, share=share, kv_format=engine.format, **settings
+        )
         self._parser = parser
         self._engine = engine
+
+    def find(
+        self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int = ANY_LENGTH
+    ) -> tuple[dict[tuple[int, ...], Found], dict[tuple[int, ...], Missing]]:
+        self._engine.notice_weights()
+        return super().find(chunks, context, length)
+
+    def warm_states(self, chunks: Sequence[Sequence[int]], length: int = ANY_LENGTH) -> list[WarmState]:
+        self._engine.notice_weights()
+        return super().warm_states(chunks, length)
 
     def find_or_fill(self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int) -> list[Found]:
         """An entry for every chunk of a prompt of ``length`` tokens. Missing ones are filled together and
@@ -57,6 +69,7 @@ class HFChunkCache(ChunkCache):
         computed = self._engine.fill(context, list(chunks.values()), length)
         for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
             entries.append(self.put(key, chunk, context, k, v))
+            self.store.wait_for_room()  # nobody decodes beside us, so what was computed need not be dropped
         return entries
 
     def warm(self, documents: Iterable[str], prompt_length: int | None = None) -> int:
@@ -70,7 +83,8 @@ class HFChunkCache(ChunkCache):
             raise PromptError("warm() takes a list of documents, not one text")
         chunks = [self._parser.document_tokens(document) for document in documents]
         length = prompt_length or len(self.sink) + max(map(len, chunks), default=0)
-        chunks = [chunk for chunk in chunks if self.fits(len(chunk), self.sink, length)]
+        shortest = self._config.min_chunk_tokens
+        chunks = [chunk for chunk in chunks if len(chunk) >= shortest and self.fits(len(chunk), self.sink, length)]
         if not chunks:
             return 0
         if not self.serves(length):

@@ -82,9 +82,8 @@ class LLM:
             self.model, loaded_tokenizer = _load(str(model), dtype, device)
             tokenizer = tokenizer or loaded_tokenizer
         self.tokenizer = tokenizer
-        self.parser = ChunkTokenParser(
-            tokenizer, self.config.chunk_separator if self.config.enable_chunk_cache else None
-        )
+        separator = self.config.chunk_separator if self.config.enable_chunk_cache else None
+        self.parser = ChunkTokenParser(tokenizer, separator, self.config.min_chunk_tokens)
         self.max_positions = max_positions(self.model)
         self._engine: HFModel | None = None
         self._chunk_cache: HFChunkCache | None = None
@@ -140,6 +139,8 @@ class LLM:
     def chat_prompt(self, system: str, documents: Sequence[str], question: str) -> str:
         """A prompt of these parts, in the model's chat format when it has one."""
         separator = self.config.chunk_separator
+        if separator is None:
+            raise ConfigError("chunk_separator is off, and nothing else tells the documents of a text apart; set one")
         body = separator.join(["", *documents, question])
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             return f"{system}{body}"

@@ -19,9 +19,12 @@ from kvmosaic.engines.hf.narrowing import Narrowing, decoder_layers
 from kvmosaic.engines.hf.request_kv import CapturedKV, RequestKV
 from kvmosaic.engines.hf.rotary import find_tables, regime_of, rope_switches
 from kvmosaic.engines.identity import config_identity
+from kvmosaic.engines.loaded_weights import sampled_digest
 from kvmosaic.engines.rotary import LayerRotary, explain_layer, turns_for
 from kvmosaic.kernels.remap import remap
 
+SAMPLE_BYTES = 4096
+"""Maximum bytes of each parameter that are looked at before each request."""
 FILL_BATCH_TOKENS = 4096
 """Most tokens, padding included, that one fill forward computes."""
 
@@ -52,7 +55,7 @@ class HFModel:
         attention = model.config.get_text_config()._attn_implementation
         with self.session():
             self.format, self._rotary = self._measure(self._probe_tokens())
-        self._versions = self._weight_versions()
+        self._seen_weights = self._look_at_weights()
         self.weights = weights_digest(model)
         # All of the configuration: a window or a norm's epsilon changes KV as much as a weight does.
         config = model.config.get_text_config().to_dict()
@@ -78,17 +81,25 @@ class HFModel:
                 self.model.train(training)
 
     def fingerprint(self, length: int) -> str | None:
-        """What KV depends on besides tokens: the configuration, the weights as they are now, and the rotary
-        tables in force in prompts of ``length`` tokens; ``None`` where those are good for one length only."""
-        if self._versions != self._weight_versions():
-            self._versions = self._weight_versions()
-            self._identity["weights"] = weights_digest(self.model)
+        """What KV depends on besides tokens: the configuration, the weights as they were when they were last looked
+        at, and the rotary tables in force in prompts of ``length`` tokens; ``None`` where those are good for one
+        length only."""
         regime = self._regime(length)
         return None if regime is None else format_fingerprint(regime=regime, **self._identity)
 
-    def _weight_versions(self) -> int:
-        """Changes whenever weights are changed in place, by a training step for example."""
-        return sum(parameter._version for parameter in self.model.parameters() if not parameter.is_inference())
+    def notice_weights(self) -> None:
+        """Look whether weights are what they were, before keys are made that depend on them."""
+        seen = self._look_at_weights()
+        if seen != self._seen_weights:
+            self._seen_weights = seen
+            self._identity["weights"] = weights_digest(self.model)
+
+    def _look_at_weights(self) -> tuple[int, str | None]:
+        """Changes when weights are changed in place, by a training step for example, or behind torch's back, through
+        ``weight.data``: some elements of each."""
+        tensors = self.model.state_dict(keep_vars=True)
+        versions = sum(tensor._version for tensor in tensors.values() if not tensor.is_inference())
+        return versions, sampled_digest(tensors.items(), SAMPLE_BYTES)
 
     def plain_logits(self, tokens: Sequence[int], last: int, shift: int) -> torch.Tensor:
         """Logits ``[last, vocab]`` of the model left to itself, with positions from ``shift`` on."""

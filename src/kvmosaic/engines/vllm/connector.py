@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.compat.graphs import asks_for_layers
 from kvmosaic.engines.vllm.compat.running import quiet_hooks
-from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step, do_before_forward
+from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step, do_before_forward, hide_events
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.scheduler_side.prefix_events import event_groups
 from kvmosaic.engines.vllm.scheduler_side.scheduler import ChunkScheduler
@@ -35,7 +35,7 @@ class ChunkConnector(KVConnectorBase_V1):
             self._scheduler = ChunkScheduler(self._setup)
             events = vllm_config.kv_events_config
             if events is not None and events.enable_kv_cache_events:
-                self._scheduler.announce(event_groups(kv_cache_config, self._setup.shape.window_tail))
+                self._scheduler.prefixes.announce(event_groups(kv_cache_config, self._setup.shape.window_tail))
 
     @property
     def scheduler(self) -> ChunkScheduler:
@@ -47,9 +47,15 @@ class ChunkConnector(KVConnectorBase_V1):
         assert self._worker is not None, "only a worker's process has this side, once its KV cache is there"
         return self._worker
 
+    @property
+    def has_worker(self) -> bool:
+        """Whether this is a worker's process, and its KV cache is there."""
+        return self._worker is not None
+
     # --- scheduler side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        hide_events(gpu_block_pool)
         self.scheduler.bind(FreeBlocks(gpu_block_pool))
 
     def on_new_request(self, request: Any) -> None:
@@ -75,7 +81,7 @@ class ChunkConnector(KVConnectorBase_V1):
             self.scheduler.update(report)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self.scheduler.take_events()
+        return self.scheduler.prefixes.take_events()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self.scheduler.finished(request)

@@ -42,8 +42,8 @@ class ChunkLoad:
         return replace(self, at_once=self.prompt.question.start) if writes_shared else self
 
     def blend_digest(self) -> bytes:
-        """Everything that a policy's choice depends on."""
-        text = repr((self.prompt.chunks, self.ratio, self.policy))
+        """Everything that a policy's choice depends on, and, in the content hashes, who may share it."""
+        text = repr((self.prompt.chunks, self.ratio, self.policy, self.digests))
         return hashlib.sha256(text.encode() + self.prompt.token_array.tobytes()).digest()
 
 
@@ -66,6 +66,23 @@ class ChunkFill:
     """Content hash and tokens of each."""
     blocks: tuple[tuple[int, ...], ...]
     """Room for the context and all of them, per KV cache group, for this step alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillSlice:
+    """Some tokens of a missing chunk that is filled in several steps."""
+
+    digest: bytes
+    """The chunk's content hash."""
+    context_tokens: int
+    """Tokens that the chunk is computed after; slices begin with them."""
+    start: int
+    """Tokens of context and chunk that earlier steps computed."""
+    tokens: tuple[int, ...]
+    """Those of this step."""
+    blocks: tuple[tuple[int, ...], ...]
+    """Room for the context and all of the chunk, per KV cache group, the same in all of these steps."""
+    is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +121,19 @@ class StepWork(KVConnectorMetadata):
     loads: list[ChunkLoad] = field(default_factory=list)
     fetches: list[ChunkFetch] = field(default_factory=list)
     fills: list[ChunkFill] = field(default_factory=list)
+    fill_slice: FillSlice | None = None
     prefix_loads: list[PrefixLoad] = field(default_factory=list)
     prefix_saves: list[PrefixSave] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Requests that no longer need what was fetched for them."""
     clear: bool = False
     """Forget all chunks first."""
+    weights: int = 0
+    """How often weights had changed, as far as the scheduler knew when it planned this."""
 
     @property
     def is_empty(self) -> bool:
-        return self == StepWork(engine_id=self.engine_id)
+        return self == StepWork(engine_id=self.engine_id, weights=self.weights)
 
 
 class Line(NamedTuple):
@@ -138,9 +158,14 @@ class RankReport:
     fetched: list[str]
     """Requests whose fetch is done."""
     costs: dict[str, Line]
-    """What computing tokens (``blend``) and moving them into place (``remap``) takes, as measured until now."""
+    """What computing tokens (``blend``), moving them into place (``remap``) and filling (``fill``) takes, as measured
+    until now."""
     is_off: bool
     """Whether it failed its self-test, so that nothing may be reused."""
+    weights: int = 0
+    """How often weights have changed."""
+    is_all: bool = False
+    """Whether ``changes`` is all there is, so that whatever was reported before can be forgotten."""
 
 
 @dataclass

@@ -1,29 +1,91 @@
 """What a request may ask of the chunk cache, in its ``kv_transfer_params``."""
 
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
-
+from kvmosaic.core.config import CLIENT_PARAMETERS
 from kvmosaic.core.errors import PromptError
+from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_POLICY_LENGTH, shown
+from kvmosaic.engines.results import Fallback
 
 
-class RequestParameters(BaseModel):
-    """Parameters of one request. Keys that are not ours may belong to another connector and are left alone."""
+@dataclass(frozen=True)
+class RequestParameters:
+    """Parameters of one request. Clients send anything, so they are read by hand: nothing is walked over that is too
+    long, and the first mistake ends it. Keys that are not ours may belong to another connector and are left alone."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    chunk_cache: StrictBool = True
-    recompute_ratio: StrictFloat | StrictInt | None = Field(None, ge=0, le=1)
-    policy: StrictStr | None = None
-    boundaries: list[tuple[StrictInt, StrictInt]] | None = None
-    report: StrictBool = False
+    chunk_cache: bool = True
+    recompute_ratio: float | None = None
+    policy: str | None = None
+    boundaries: tuple[tuple[int, int], ...] | None = None
+    report: bool = False
+    refused: Fallback | None = None
+    """Why the request is served plainly whatever else it has."""
+    problem: str = ""
+    """That, in one line."""
 
     @classmethod
-    def of(cls, request: Any) -> "RequestParameters":
-        """Those of a vLLM request; raises :class:`PromptError` with one line about the first that is wrong."""
+    def read(cls, sent: object, allowed: Collection[str]) -> "RequestParameters":
+        """Those that a client sent, which may be anything; ``allowed`` are the names of those it may send. A report
+        that is not allowed is not given; all else that is not allowed is a reason to serve the request plainly."""
+        if sent is None:
+            return cls()
+        if not isinstance(sent, dict):
+            return cls(refused=Fallback.BAD_PARAMETERS, problem=f"kv_transfer_params: {shown(sent)} is no object")
+        given = {name: sent[name] for name in CLIENT_PARAMETERS if sent.get(name) is not None}
+        report = given.get("report") is True and "report" in allowed
+        for name in given:
+            if name not in allowed and name != "report":
+                problem = f"kv_transfer_params: {name} is not allowed here; see the setting client_parameters"
+                return cls(report=report, refused=Fallback.NOT_ALLOWED, problem=problem)
         try:
-            return cls.model_validate(request.kv_transfer_params or {})
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise PromptError(f"kv_transfer_params: {where}: {first['msg']}") from None
+            return cls(
+                chunk_cache=_flag("chunk_cache", given.get("chunk_cache", True)),
+                recompute_ratio=_ratio(given.get("recompute_ratio")),
+                policy=_policy(given.get("policy")),
+                boundaries=_boundaries(given.get("boundaries")),
+                report=_flag("report", given.get("report", False)) and report,
+            )
+        except PromptError as error:
+            return cls(report=report, refused=Fallback.BAD_PARAMETERS, problem=f"kv_transfer_params: {error}")
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise PromptError(f"{name}={shown(value)}: must be true or false")
+    return value
+
+
+def _ratio(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise PromptError(f"recompute_ratio={shown(value)}: must be a number between 0 and 1")
+    return float(value)
+
+
+def _policy(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > MAX_POLICY_LENGTH:
+        raise PromptError(f"policy={shown(value)}: must be a text of {MAX_POLICY_LENGTH} characters at most")
+    return value
+
+
+def _boundaries(value: object) -> tuple[tuple[int, int], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        raise PromptError(f"boundaries={shown(value)}: must be a list of [start, end]")
+    if len(value) > MAX_BOUNDARIES:
+        raise PromptError(f"boundaries: {len(value)} parts; there may be {MAX_BOUNDARIES}")
+    return tuple(_pair(index, pair) for index, pair in enumerate(value))
+
+
+def _pair(index: int, pair: object) -> tuple[int, int]:
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        raise PromptError(f"boundaries: part {index} must be [start, end]")
+    for each in pair:
+        if type(each) is not int or not 0 <= each < 2**31:
+            raise PromptError(f"boundaries: part {index} has {shown(each)}, which is no place in a prompt")
+    return pair[0], pair[1]

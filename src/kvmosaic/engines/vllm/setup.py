@@ -40,7 +40,7 @@ class EngineSetup:
         tokenizer = _tokenizer(model)
         return cls(
             config,
-            ChunkTokenParser(tokenizer, config.chunk_separator),
+            ChunkTokenParser(tokenizer, config.chunk_separator, config.min_chunk_tokens),
             sink_of(config, model.hf_text_config.bos_token_id, tokenizer),
             shape,
             transfer.engine_id,

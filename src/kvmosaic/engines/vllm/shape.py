@@ -60,6 +60,11 @@ class EngineShape:
         """Blocks that ``tokens`` take."""
         return -(-tokens // self.block_size)
 
+    def fill_shares(self, context: int) -> tuple[int, int]:
+        """Tokens of a context of so many that are computed once for all chunks behind it, as they fill blocks, and
+        for each of them."""
+        return context - context % self.block_size, context % self.block_size
+
     def is_cut(self, tokens: int) -> bool:
         """Whether an entry of ``tokens`` does not keep all of them in all layers."""
         return self.window_tail is not None and tokens > self.window_tail

@@ -10,6 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.limits import MAX_CHUNKS
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.engines.chunk_cache import WarmState
 from kvmosaic.engines.vllm.llm import LLM
@@ -26,13 +27,14 @@ class VllmWarmer(Warmer):
 
     def __init__(self, model: str, dtype: str, options: str, **settings: Any) -> None:
         """``options`` are those of ``vllm serve`` that make a difference to KV, as on its command line."""
-        fills = {"miss_policy": "fill-first", "recompute_ratio": 0.0}
+        fills = {"miss_policy": "fill-first", "recompute_ratio": 0.0, "client_parameters": "boundaries"}
         self._llm = LLM(model, dtype=dtype, **parse_options(options), **(settings | fills))
         off = self._llm.get_stats()["off_reason"]
         if off is not None:
             raise ConfigError(f"the chunk cache is off: {off}")
         tokenizer = cast(Any, self._llm.get_tokenizer())  # vLLM declares less than tokenizers have
-        self.parser = ChunkTokenParser(tokenizer, self._llm.chunk_cache_config.chunk_separator)
+        config = self._llm.chunk_cache_config
+        self.parser = ChunkTokenParser(tokenizer, config.chunk_separator, config.min_chunk_tokens)
         self._room = self._llm.llm_engine.vllm_config.model_config.max_model_len - BESIDES
 
     def states(self, chunks: Sequence[Chunk]) -> list[WarmState]:
@@ -53,6 +55,7 @@ class VllmWarmer(Warmer):
             sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"boundaries": boundaries}})
             # One at a time: a request borrows blocks for its longest document, and has to get them.
             self._llm.generate({"prompt_token_ids": [*tokens, tokens[0]]}, sampling, use_tqdm=False)
+            self.states(())  # waits until all of it is written: an engine's steps do not, and drop what is too much
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -60,7 +63,8 @@ class VllmWarmer(Warmer):
     def _requests(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         packed: list[Chunk] = []
         for chunk in chunks:
-            if packed and sum(map(len, packed)) + len(chunk) > min(PACKED_TOKENS, self._room):
+            is_long = sum(map(len, packed)) + len(chunk) > min(PACKED_TOKENS, self._room)
+            if packed and (is_long or len(packed) == MAX_CHUNKS):
                 yield packed
                 packed = []
             packed.append(chunk)

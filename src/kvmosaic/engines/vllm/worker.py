@@ -3,13 +3,16 @@
 vLLM hands a connector the paged KV cache but not the model; filling and blending need both.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
 from kvmosaic.core.config import load_config
+from kvmosaic.engines.vllm.compat.weights import CHANGING
 
 if TYPE_CHECKING:
     from kvmosaic.engines.vllm.worker_side.side import WorkerSide
@@ -48,13 +51,33 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
             _device_pool = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def chunk_cache_warm_states(self, chunks: list[list[int]]) -> list[str]:
-        """For each document: ``kept``, ``missing`` or ``too-long``."""
+        """For each document: ``kept``, ``missing``, ``too-long`` or ``too-short``."""
         return list(_worker_side().cache.warm_states(chunks))
 
     def chunk_cache_stats(self) -> dict[str, Any]:
         """Statistics of this worker's chunk cache."""
         side = _worker_side()
         return {**side.cache.get_stats(), "off_reason": side.off_reason}
+
+
+def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A worker's method after which weights are looked at again."""
+
+    @wraps(method)
+    def watched(self: ChunkWorker, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+            if connector is not None and connector.has_worker:  # else they are looked at when it starts
+                connector.worker.weights.may_have_changed()
+
+    return watched
+
+
+for _name in CHANGING:
+    if hasattr(PlatformWorker, _name):  # releases differ
+        setattr(ChunkWorker, _name, _watched(getattr(PlatformWorker, _name)))
 
 
 def _worker_side() -> "WorkerSide":

@@ -18,9 +18,9 @@ Value = Sequence[memoryview]
 class Incoming(Protocol):
     """Takes values as they arrive. It may hear of a value more than once, if the store had to be asked again."""
 
-    def buffers_for(self, index: int, nbytes: int) -> Sequence[Bytes]:
+    def buffers_for(self, index: int, nbytes: int) -> Sequence[Bytes] | None:
         """Memory for value ``index``, as soon as its length is known: buffers to be filled one after the other, which
-        together have ``nbytes`` bytes."""
+        together have ``nbytes`` bytes. ``None`` for a value that is not wanted at this length."""
 
     def received(self, index: int) -> None:
         """Value ``index`` is there. Others may be on their way meanwhile, or be told of by other threads."""
@@ -33,7 +33,7 @@ class RefusedError(OSError):
 class RemoteClient(ABC):
     """A remote store of values by key: printable ASCII text, and bytes. Every method takes many keys, costs about one
     round trip however many they are, and is called from several threads at once. Any may raise ``OSError`` when the
-    store cannot be reached or does not answer; nothing here has to be quick about that, see ``breaker.py``.
+    store cannot be reached or does not answer; nothing here has to be quick about that, see ``store/breaker.py``.
     """
 
     max_value_bytes: int | None = None

@@ -15,16 +15,17 @@ from kvmosaic.store.codec import DecodedEntry, Encoding, encode
 from kvmosaic.store.memory import POOL, Bytes
 from kvmosaic.store.remote.base import RefusedError
 from kvmosaic.store.remote.keys import HeadPoolKey, part_keys
+from kvmosaic.store.seal import Seal
 
 
-def values_of(entry: ChunkKV) -> list[Callable[[], list[memoryview]]]:
+def values_of(entry: ChunkKV, seal: Seal) -> list[Callable[[], list[memoryview]]]:
     """How to make each value that ``entry`` is stored as."""
     heads = HeadRange.parse(entry.key.heads)
     if heads is None:
-        return [partial(encode, entry)]
+        return [partial(encode, entry, seal)]
     if (heads.count, heads.layers) != (entry.format.heads, entry.format.layers):
         raise RefusedError(f"an entry of {entry.format.heads} heads and {entry.format.layers} layers as {heads}")
-    encoding = Encoding(entry)
+    encoding = Encoding(entry, seal)
     return [partial(encoding.value, key, head, head + 1) for head, key in enumerate(part_keys(entry.key))]
 
 

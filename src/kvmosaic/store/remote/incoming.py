@@ -5,11 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.heads import HeadRange
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError
-from kvmosaic.store.codec import DecodedEntry, decode
+from kvmosaic.store.codec import DecodedEntry, decode, max_header_bytes
+from kvmosaic.store.header import MOST_CONTEXT_BYTES
 from kvmosaic.store.memory import POOL, Bytes
 from kvmosaic.store.remote.keys import part_keys
+from kvmosaic.store.seal import EntryCheck
 
 
 class IncomingEntry:
@@ -20,21 +23,35 @@ class IncomingEntry:
     copy.
     """
 
-    def __init__(self, key: ChunkKey, kv_format: KVFormat | None) -> None:
-        """``kv_format`` is that of a value, probably."""
+    def __init__(self, key: ChunkKey, check: EntryCheck, seen: KVFormat | None = None) -> None:
+        """``check`` is what the entry has to be. If it does not say the format, ``seen`` is that of a value that came
+        before, and probably of these."""
         self.parts: dict[int, DecodedEntry | CorruptEntryError] = {}
         """What each value turned out to be."""
         self.block: Bytes | None = None
         """``[values, bytes]``, from when the first length is known."""
         self.key = key
         self._keys = part_keys(key)
+        self._check = check if HeadRange.parse(key.heads) is None else check.of_one_head
+        self._longest: int | None = None
+        """Bytes of a value, if that is known for sure; longer ones are not even received."""
         self.num_values = len(self._keys)
         self._values: dict[int, list[Bytes]] = {}
+        self._refused_bytes = 0
         self._kv_bytes = 0
+        kv_format = self._check.format or seen
         if kv_format is not None:
             self._kv_bytes = kv_format.heads * kv_format.num_elements(key.num_tokens) * kv_format.dtype.itemsize
+        if self._check.format is not None:
+            besides = max_header_bytes(self._keys[0], self._check.format) + 4 * key.num_tokens + MOST_CONTEXT_BYTES
+            self._longest = self._kv_bytes + besides
 
-    def buffers_for(self, index: int, nbytes: int) -> list[Bytes]:
+    def buffers_for(self, index: int, nbytes: int) -> list[Bytes] | None:
+        if self._longest is not None and not self._kv_bytes <= nbytes <= self._longest:
+            self._values.pop(index, None)
+            self._refused_bytes = max(self._refused_bytes, nbytes)
+            self.parts[index] = CorruptEntryError(f"{nbytes} bytes, which no entry of the engine's format has")
+            return None
         small = nbytes - self._kv_bytes
         if 0 < small < nbytes:
             if self.block is None:
@@ -45,8 +62,10 @@ class IncomingEntry:
         return self._values[index]
 
     def received(self, index: int) -> None:
+        if index not in self._values:  # it was not wanted
+            return
         try:
-            self.parts[index] = decode(self._values[index], self._keys[index])
+            self.parts[index] = decode(self._values[index], self._keys[index], self._check)
         except CorruptEntryError as error:
             self.parts[index] = error
 
@@ -54,7 +73,7 @@ class IncomingEntry:
         """Bytes of all values, as far as is known: a store may tell a length only when it comes to that value, but
         all are about as long."""
         longest = max((sum(map(len, value)) for value in list(self._values.values())), default=0)
-        return len(self._keys) * longest
+        return len(self._keys) * max(longest, self._refused_bytes)
 
     @property
     def expected_bytes(self) -> int:
@@ -69,7 +88,7 @@ class IncomingEntries:
         self._entries = entries
         self._owners = [(entry, index) for entry in entries for index in range(entry.num_values)]
 
-    def buffers_for(self, index: int, nbytes: int) -> list[Bytes]:
+    def buffers_for(self, index: int, nbytes: int) -> list[Bytes] | None:
         entry, own = self._owners[index]
         return entry.buffers_for(own, nbytes)
 

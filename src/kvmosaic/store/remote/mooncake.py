@@ -101,13 +101,17 @@ class MooncakeClient(RemoteClient):
     def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:
         lengths = [ABSENT] * len(keys)
         there = [(index, size) for index, size in enumerate(self.sizes(keys)) if size is not None]
-        buffers = [incoming.buffers_for(index, size) for index, size in there]
+        wanted = [(index, size, incoming.buffers_for(index, size)) for index, size in there]
+        for index, size, none in wanted:
+            lengths[index] = size if none is None else ABSENT
+        there = [(index, size) for index, size, memory in wanted if memory is not None]
+        buffers = [memory for _, _, memory in wanted if memory is not None]
         with self._store() as store, _Registered(store, list(chain.from_iterable(buffers))):
             codes = store.batch_get_into_multi_buffers([keys[index] for index, _ in there], *_places(buffers))
         _check(codes)
         for (index, size), code in zip(there, codes, strict=True):
             lengths[index] = size if code == size else ABSENT if code == NOT_FOUND else FAILED
-        self._threads.map([partial(incoming.received, index) for index, length in enumerate(lengths) if length > 0])
+        self._threads.map([partial(incoming.received, index) for index, _ in there if lengths[index] > 0])
         return lengths
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -105,8 +105,9 @@ class Connection:
         self._end_of_value()
         return bytes(value)
 
-    def value_into(self, buffers_for: Callable[[int], Sequence[Bytes]]) -> int | RefusedError:
-        """The next reply, a value, read into ``buffers_for(its length)``, one after the other; its length."""
+    def value_into(self, buffers_for: Callable[[int], Sequence[Bytes] | None]) -> int | RefusedError:
+        """The next reply, a value, read into ``buffers_for(its length)``, one after the other, or dropped; its
+        length."""
         line = self._line()
         if line[:1] == b"-" and line[1:].split(b" ")[0].decode(errors="replace") in REFUSALS:
             return RefusedError(line[1:].decode(errors="replace"))
@@ -115,8 +116,13 @@ class Connection:
         length = _number(line[1:])
         if length < 0:
             return ABSENT
-        for buffer in buffers_for(length):
+        buffers = buffers_for(length)
+        for buffer in buffers or ():
             self._read_into(buffer.data)
+        if buffers is None:
+            dropped = memoryview(bytearray(min(length, READ_BYTES)))
+            for start in range(0, length, READ_BYTES):
+                self._read_into(dropped[: length - start])
         self._end_of_value()
         return length
 

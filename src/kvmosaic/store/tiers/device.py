@@ -1,6 +1,7 @@
 """Entries in one block of accelerator memory that is set aside once, at start."""
 
 import threading
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 from errno import ENOSPC
@@ -33,6 +34,7 @@ class DeviceTier(Tier):
 
     name = "device"
     lasts = False
+    is_slow = False
 
     def __init__(self, pool: torch.Tensor) -> None:
         """``pool`` is ``[bytes]`` uint8."""
@@ -80,13 +82,15 @@ class DeviceTier(Tier):
             held = self._entries.pop(key, None)
             if held is None:
                 return
-            gaps = sorted([*self._free, (held.start, held.start + _aligned(held.entry.nbytes))])
-            self._free = [gaps[0]]
-            for gap in gaps[1:]:
-                if gap[0] == self._free[-1][1]:
-                    self._free[-1] = (self._free[-1][0], gap[1])
-                else:
-                    self._free.append(gap)
+            start, end = held.start, held.start + _aligned(held.entry.nbytes)
+            first = last = bisect(self._free, (start, end))
+            if first > 0 and self._free[first - 1][1] == start:
+                first -= 1
+                start = self._free[first][0]
+            if last < len(self._free) and self._free[last][0] == end:
+                end = self._free[last][1]
+                last += 1
+            self._free[first:last] = [(start, end)]
 
     def scan(self) -> Iterator[EntryInfo]:
         for key, held in list(self._entries.items()):

@@ -29,33 +29,45 @@ def in_pinned_memory(entry: ChunkKV) -> ChunkKV:
     return entry if entry.data.is_pinned() else replace(entry, data=entry.data.pin_memory())
 
 
+def taken_bytes(data: torch.Tensor) -> int:
+    """Bytes of host memory that a tensor takes, or will when it is brought there: torch's allocator of pinned memory,
+    where everything from a GPU goes, gives out powers of two."""
+    is_pinned = data.is_cuda or data.is_pinned()
+    return 1 << (data.nbytes - 1).bit_length() if is_pinned and data.nbytes else data.nbytes
+
+
 class HostTier(Tier):
     """A dictionary of entries. Single operations on it are atomic, so it needs no lock."""
 
     name = "host"
     lasts = False
+    is_slow = False
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._entries: dict[ChunkKey, ChunkKV] = {}
+        self._sizes: dict[ChunkKey, int] = {}
 
     def size(self, key: ChunkKey) -> int | None:
-        entry = self._entries.get(key)
-        return None if entry is None else entry.nbytes
+        return self._sizes.get(key)
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         return self._entries.get(key)
 
     def nbytes(self, entry: ChunkKV) -> int:
-        return entry.nbytes
+        return taken_bytes(entry.data)
 
     def put(self, entry: ChunkKV) -> int:
-        self._entries[entry.key] = in_host_memory(entry)
-        return entry.nbytes
+        kept = in_host_memory(entry)
+        size = taken_bytes(kept.data)
+        self._entries[entry.key] = kept
+        self._sizes[entry.key] = size  # last: whoever sees a size finds the entry
+        return size
 
     def delete(self, key: ChunkKey) -> None:
+        self._sizes.pop(key, None)
         self._entries.pop(key, None)
 
     def scan(self) -> Iterator[EntryInfo]:
-        for key, entry in list(self._entries.items()):
-            yield EntryInfo(key, entry.nbytes, self.name, pinned=False)
+        for key, size in list(self._sizes.items()):
+            yield EntryInfo(key, size, self.name, pinned=False)

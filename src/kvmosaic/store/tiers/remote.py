@@ -11,14 +11,15 @@ from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier, TierDownError
+from kvmosaic.store.breaker import Breaker
 from kvmosaic.store.codec import DecodedEntry, max_file_bytes
 from kvmosaic.store.remote.base import ABSENT, FAILED, RefusedError, RemoteClient, Value
-from kvmosaic.store.remote.breaker import Breaker
 from kvmosaic.store.remote.heads import HeadGroups, join, values_of
 from kvmosaic.store.remote.incoming import IncomingEntries, IncomingEntry
 from kvmosaic.store.remote.keys import PREFIX, HeadPoolKey, names_of, parse_remote_key
 from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.remote.valkey import ValkeyClient
+from kvmosaic.store.seal import ANY_ENTRY, EntryCheck
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +37,24 @@ class RemoteTier(Tier):
     capacity = None
     is_far = True
 
-    def __init__(self, client: RemoteClient, deadline_s: float, title: str, share: HeadShare | None) -> None:
+    def __init__(
+        self,
+        client: RemoteClient,
+        deadline_s: float,
+        title: str,
+        share: HeadShare | None = None,
+        check: EntryCheck = ANY_ENTRY,
+    ) -> None:
         """``deadline_s`` is how long a call may take that moves no data, in seconds; ``title`` is for messages;
-        ``share`` is what this process holds, if heads are stored one by one."""
+        ``share`` is what this process holds, if heads are stored one by one; ``check`` what entries have to be."""
         self._client = client
+        self._check = check
         self._share = share
         self._formats: dict[tuple[str, str, str], KVFormat] = {}
         """Of the values that were read so far: how long the KV in the next ones will be."""
-        self._breaker = Breaker(title, deadline_s, probe=lambda: client.exists([PREFIX]))
+        self._breaker = Breaker(title, deadline_s, probe=lambda: client.exists([PREFIX]), harmless=(RefusedError,))
 
     def check(self) -> None:
-        """Raise an ``OSError`` if the store cannot be reached."""
         self._breaker.call(lambda: self._client.exists([PREFIX]))
 
     def size(self, key: ChunkKey) -> int | None:
@@ -80,7 +88,7 @@ class RemoteTier(Tier):
             yield from self._read_together(batch)
 
     def _incoming(self, key: ChunkKey) -> IncomingEntry:
-        return IncomingEntry(key, self._formats.get(_layout(key)))
+        return IncomingEntry(key, self._check, self._formats.get(_layout(key)))
 
     def _read_together(self, batch: list[IncomingEntry]) -> Iterator[tuple[ChunkKey, Callable[[], ChunkKV | None]]]:
         names = [name for entry in batch for name in names_of(entry.key)]
@@ -131,7 +139,7 @@ class RemoteTier(Tier):
         if self._share is not None and not self._share.writes(entry.key.content_hash):
             return self.nbytes(entry)  # a rank with the same heads has been given the same entry, and sends it
         # A copy from a GPU belongs into this thread and its stream, all else is done while values are on their way.
-        names, make = names_of(entry.key), values_of(replace(entry, data=entry.data.cpu()))
+        names, make = names_of(entry.key), values_of(replace(entry, data=entry.data.cpu()), self._check.seal)
         sizes = [self.nbytes(entry) // len(names)] * len(names)
         most = self._client.max_value_bytes
         if most is not None and sizes[0] > most:
@@ -186,12 +194,14 @@ class RemoteTier(Tier):
         self._client.close()
 
 
-def open_remote_tier(url: str, deadline_s: float, share: HeadShare | None = None) -> RemoteTier:
+def open_remote_tier(
+    url: str, deadline_s: float, share: HeadShare | None = None, check: EntryCheck = ANY_ENTRY
+) -> RemoteTier:
     """The tier at ``url``, which is not contacted yet. ``share`` is what this process holds of a model's KV, if heads
-    are stored one by one."""
+    are stored one by one; ``check`` what entries have to be."""
     parsed = RemoteUrl.parse(url)
     client = (MooncakeClient if parsed.kind == "mooncake" else ValkeyClient)(parsed, deadline_s)
-    return RemoteTier(client, deadline_s, f"the remote tier at {url}", share)
+    return RemoteTier(client, deadline_s, f"the remote tier at {url}", share, check)
 
 
 def _layout(key: ChunkKey) -> tuple[str, str, str]:

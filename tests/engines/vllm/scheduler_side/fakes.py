@@ -56,7 +56,8 @@ def make_shape(**changes: Any) -> EngineShape:
 
 def make_setup(shape: EngineShape, **settings: Any) -> EngineSetup:
     """No tokenizer: requests say where their chunks are."""
-    config = load_config(enable_chunk_cache=True, **{"miss_policy": "background", **settings})
+    usual = {"miss_policy": "background", "client_parameters": "all"}
+    config = load_config(enable_chunk_cache=True, **usual | settings)
     return EngineSetup(config, ChunkTokenParser(None), SINK, shape, "engine")
 
 
@@ -185,8 +186,9 @@ class Side:
         kept = (
             scheduler._requests,
             scheduler._fallbacks,
+            scheduler._reporting,
             scheduler._running,
             scheduler._in_slices,
-            scheduler._prefixes._requests,
+            scheduler.prefixes._requests,
         )
         return not any(name in each for each in kept)

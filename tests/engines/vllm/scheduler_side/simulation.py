@@ -33,7 +33,16 @@ from kvmosaic.core.config import load_config
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm.arguments import engine_arguments
 from kvmosaic.engines.vllm.forward.runs import Run
-from kvmosaic.engines.vllm.messages import ChunkLoad, Line, PrefixLoad, PrefixSave, RankReport, StepReport, StepWork
+from kvmosaic.engines.vllm.messages import (
+    ChunkLoad,
+    FillSlice,
+    Line,
+    PrefixLoad,
+    PrefixSave,
+    RankReport,
+    StepReport,
+    StepWork,
+)
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.worker_side.slices import Slices
 from tests.engines.vllm.scheduler_side.fakes import BLOCK, STEP
@@ -75,7 +84,8 @@ def _vllm_config() -> VllmConfig:
 def make_scheduler(*, blocks: int, ranks: int, window: int | None, is_async: bool, **settings: Any) -> Scheduler:
     """vLLM's scheduler with our connector, for a model that nobody loads."""
     config = _vllm_config()
-    chunks = load_config(enable_chunk_cache=True, **{"sink_prefix": "bos", "miss_policy": "background", **settings})
+    usual = {"sink_prefix": "bos", "miss_policy": "background", "client_parameters": "all"}
+    chunks = load_config(enable_chunk_cache=True, **usual | settings)
     config.kv_transfer_config.kv_connector_extra_config = chunks.model_dump(mode="json")
     config.parallel_config.tensor_parallel_size = ranks
     config.scheduler_config.async_scheduling = is_async
@@ -130,6 +140,9 @@ class Workers:
     salts: set[bytes] = field(default_factory=set)
     """Of requests that want to be kept apart."""
     slices: Slices = field(default_factory=Slices)
+    filling: list[int] = field(default_factory=list)
+    """What is computed of a chunk that is filled in slices."""
+    fill_slices: int = 0
     loads: int = 0
     prefix_loads: int = 0
     saves: int = 0
@@ -189,15 +202,26 @@ class Workers:
             self.salts.add(request.cache_salt.encode())
         params = request.kv_transfer_params or {}
         spans = [tuple(span) for span in params.get("boundaries", [])[1:-1]]
-        if spans and not is_plain:
-            ratio, policy = params["recompute_ratio"], params["policy"]
-            own: list[Any] = [ratio, spans]
-            if 0 < ratio < 1:
-                own += [policy]
-                own += [tokens] if policy_named(policy).reads_content else []
-            made = repr(own)
-            labels[spans[0][0] :] = [hash((made, label)) for label in labels[spans[0][0] :].tolist()]
+        if spans and not is_plain and params["recompute_ratio"] < 1:
+            self._relabel(labels, tokens, spans, params["recompute_ratio"], params["policy"])
         self.streams[request.request_id] = _Stream(labels, len(tokens))
+
+    def _relabel(
+        self, labels: np.ndarray, tokens: list[int], spans: list[tuple[int, int]], ratio: float, policy: str
+    ) -> None:
+        """KV depends on where chunks began and ended until there; inside one that is cut, on all of it; and if the
+        policy looks at the prompt, on all of that: this conversation has one turn."""
+        made: Any = (ratio, policy if ratio else None)
+        if ratio and policy_named(policy).reads_content:
+            made = (made, tuple(tokens[spans[0][0] :]))
+        begins, ends = dict(spans), {end for _, end in spans}
+        for position in range(spans[0][0], len(labels)):
+            if position in ends:
+                made = hash((made, "end", position))
+            if position in begins:
+                chunk = tuple(tokens[position : begins[position]])
+                made = hash((made, "begin", position, chunk if self.shape.is_cut(len(chunk)) else None))
+            labels[position] = hash((made, int(labels[position])))
 
     # --- a step
 
@@ -243,12 +267,32 @@ class Workers:
             assert load.blocks == (tuple(tables[load.request_id]),)
             self._load(load, tables)
             self.pinned.discard(load.request_id)
+        if work.fill_slice is not None:
+            self._fill_slice(work.fill_slice, tables)
         for fill in work.fills:
             self._borrow(fill.blocks[0], tables)
             for digest, tokens in fill.chunks:
-                plain = content_hash(tokens, fill.context)
-                assert digest in {plain, *(sha256(salt + plain).digest()[: len(plain)] for salt in self.salts)}
-                self.put(digest, "host")
+                self._filled(digest, tokens, fill.context)
+
+    def _filled(self, digest: bytes, tokens: Sequence[int], context: Sequence[int]) -> None:
+        plain = content_hash(tokens, context)
+        assert digest in {plain, *(sha256(salt + plain).digest()[: len(plain)] for salt in self.salts)}
+        self.put(digest, "host")
+
+    def _fill_slice(self, part: FillSlice, tables: dict[str, list[int]]) -> None:
+        """As a sequence of its own: each slice finds what those before it left."""
+        self.fill_slices += 1
+        if part.start == 0:
+            self.filling = []
+        assert len(self.filling) == part.start
+        self.filling += part.tokens
+        labels, blocks = _chain(self.filling), part.blocks[0]
+        for name, table in tables.items():
+            assert not set(blocks) & set(table), f"{name} has blocks that are lent"
+        self._read("slice of a fill", labels, blocks, part.start)
+        self._write(labels, blocks, part.start, len(self.filling))
+        if part.is_last:
+            self._filled(part.digest, self.filling[part.context_tokens :], self.filling[: part.context_tokens])
 
     def _borrow(self, blocks: Sequence[int], tables: dict[str, list[int]]) -> None:
         assert len(set(blocks)) == len(blocks)
@@ -393,9 +437,10 @@ class Simulation:
         ours = self.ours
         assert not self.vllm.requests
         assert self.pool.get_num_free_blocks() == self.blocks
-        for kept in (ours._requests, ours._fallbacks, ours._running, ours._in_slices, ours._prefixes._requests):
+        for kept in (ours._requests, ours._fallbacks, ours._reporting, ours._running, ours._in_slices):
             assert not kept
-        assert not ours._prefixes._finished
+        assert not ours.prefixes._requests
+        assert not ours.prefixes._finished
         assert not ours._tables._tables
         assert not self.workers.pinned
         assert not self.workers.slices

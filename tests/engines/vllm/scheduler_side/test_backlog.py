@@ -2,19 +2,24 @@
 
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step
-from kvmosaic.engines.vllm.scheduler_side import backlog as backlog_module
-from kvmosaic.engines.vllm.scheduler_side.backlog import OVERDUE_SECONDS, FillBacklog
-from tests.engines.vllm.scheduler_side.fakes import BLOCK
+from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.scheduler_side import fair_queue
+from kvmosaic.engines.vllm.scheduler_side.backlog import MAX_LOOKS, OVERDUE_SECONDS, FillBacklog
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import LEAST_WEIGHT, MAX_TRIES, MAX_WAITING, Missing
+from tests.engines.vllm.scheduler_side.fakes import BLOCK, STEP, Side, make_shape
 
 SINK = tuple(range(40))
 SHARED, REST = 32, 8
 """The sink's tokens that fill blocks, and those behind them."""
+RESERVE = STEP // BLOCK + 1
+"""Blocks that are left to vLLM while a chunk is filled in slices, and one request runs."""
 
 
 def make_pool(blocks=1000):
@@ -28,24 +33,34 @@ def step_of(**tokens):
     return Step.of(output)
 
 
-def decoding_step():
-    return step_of(request=1)
+DECODING = step_of(request=1)
 
 
-def backlog_of(chunks, step_tokens):
-    """``chunks`` are pairs of length and context."""
-    backlog = FillBacklog(BLOCK, step_tokens)
-    for number, (length, context) in enumerate(chunks):
-        backlog.add(bytes([number]), (number,) * length, context)
+def missing(number, length, context=SINK, request="request"):
+    digest = number if isinstance(number, bytes) else number.to_bytes(4, "big")
+    return Missing(request, digest, (int.from_bytes(digest[:4], "big"),) * length, context)
+
+
+def backlog_of(*chunks, request="request"):
+    """``chunks`` are pairs of length and context, of one request."""
+    backlog = FillBacklog(make_shape())
+    backlog.add([missing(number, *chunk, request) for number, chunk in enumerate(chunks)])
     return backlog
 
 
 def taken(fills):
-    return [[(digest[0], len(tokens)) for digest, tokens in fill.chunks] for fill in fills]
+    return [[(int.from_bytes(digest, "big"), len(tokens)) for digest, tokens in fill.chunks] for fill in fills]
+
+
+def whole(backlog, step=DECODING, pool=None, room=500):
+    """What is filled in a step, none of it in slices."""
+    fills, part = backlog.take(step, pool or make_pool(), room)
+    assert part is None
+    return fills
 
 
 def test_chunks_of_one_context_are_filled_together_in_blocks_for_all_of_them():
-    fills = backlog_of([(20, SINK), (8, SINK), (9, SINK)], 500).take(decoding_step(), make_pool())
+    fills = whole(backlog_of((20, SINK), (8, SINK), (9, SINK)))
     assert taken(fills) == [[(0, 20), (1, 8), (2, 9)]]
     [fill] = fills
     assert fill.context == SINK
@@ -54,15 +69,15 @@ def test_chunks_of_one_context_are_filled_together_in_blocks_for_all_of_them():
 
 def test_the_context_is_charged_once_as_far_as_it_is_computed_once():
     cost = SHARED + 3 * (REST + 10)
-    for budget, count in ((cost, 3), (cost - 1, 2)):
-        backlog = backlog_of([(10, SINK)] * 3, budget)
-        assert [len(fill.chunks) for fill in backlog.take(decoding_step(), make_pool())] == [count]
-        assert sum(len(fill.chunks) for fill in backlog.take(decoding_step(), make_pool())) == 3 - count
+    for room, count in ((cost, 3), (cost - 1, 2)):
+        backlog = backlog_of(*[(10, SINK)] * 3)
+        assert [len(fill.chunks) for fill in whole(backlog, room=room)] == [count]
+        assert sum(len(fill.chunks) for fill in whole(backlog, room=room)) == 3 - count
 
 
 def test_chunks_of_several_contexts_are_several_groups_oldest_first():
     other = tuple(range(100, 150))
-    fills = backlog_of([(5, SINK), (6, other), (7, SINK), (8, ())], 500).take(decoding_step(), make_pool())
+    fills = whole(backlog_of((5, SINK), (6, other), (7, SINK), (8, ())))
     assert taken(fills) == [[(0, 5), (2, 7)], [(1, 6)], [(3, 8)]]
     assert [fill.context for fill in fills] == [SINK, other, ()]
     blocks = [block for fill in fills for block in fill.blocks[0]]
@@ -70,52 +85,214 @@ def test_chunks_of_several_contexts_are_several_groups_oldest_first():
 
 
 def test_a_step_that_computes_prompts_or_nothing_fills_nothing():
-    backlog = backlog_of([(20, SINK)], 500)
+    backlog = backlog_of((20, SINK))
     for step in (step_of(prompt=2), step_of(), step_of(prompt=30, one=1)):
-        assert backlog.take(step, make_pool()) == []
+        assert whole(backlog, step) == []
+    assert backlog.take(DECODING, make_pool(), 500, is_full=True) == ([], None)
     assert len(backlog) == 1
-    assert len(backlog.take(step_of(one=1, two=1), make_pool())) == 1
+    assert len(whole(backlog, step_of(one=1, two=1))) == 1
     assert len(backlog) == 0
 
 
 def test_what_waited_for_long_is_filled_with_any_step_that_computes(monkeypatch):
     now = 50.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    backlog = backlog_of([(20, SINK)], 500)
+    backlog = backlog_of((20, SINK))
     now += OVERDUE_SECONDS
-    assert backlog.take(step_of(prompt=30), make_pool()) == []
+    assert whole(backlog, step_of(prompt=30)) == []
     now += 0.1
-    assert backlog.take(step_of(), make_pool()) == []
-    assert len(backlog.take(step_of(prompt=30), make_pool())) == 1
+    assert whole(backlog, step_of()) == []
+    assert len(whole(backlog, step_of(prompt=30))) == 1
 
 
 def test_a_chunk_that_several_requests_lack_is_filled_once_at_its_first_place():
-    backlog = backlog_of([(20, SINK), (30, SINK)], 500)
-    backlog.add(bytes([0]), (0,) * 20, SINK)
-    assert taken(backlog.take(decoding_step(), make_pool())) == [[(0, 20), (1, 30)]]
+    backlog = backlog_of((20, SINK), (30, SINK))
+    backlog.add([missing(0, 20, request="other")])
+    assert taken(whole(backlog)) == [[(0, 20), (1, 30)]]
 
 
-def test_too_many_chunks_and_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(backlog_module, "MAX_WAITING", 2)
-    backlog = backlog_of([(20, SINK), (30, SINK), (40, SINK)], 500)
-    assert taken(backlog.take(decoding_step(), make_pool())) == [[(1, 30), (2, 40)]]
+@pytest.mark.parametrize("room", [500, 60])
+def test_a_cleared_backlog_fills_nothing_and_has_no_blocks(room):
+    backlog, pool = backlog_of((20, SINK), (80, SINK), (20, SINK)), make_pool()
+    backlog.take(DECODING, pool, room)
+    backlog.take(DECODING, pool, room)
+    backlog.clear(pool)
+    assert whole(backlog, room=room) == []
+    assert len(backlog) == 0
+    assert pool.count == 1000
 
 
-def test_a_cleared_backlog_fills_nothing():
-    backlog = backlog_of([(20, SINK)], 500)
-    backlog.clear()
-    assert backlog.take(decoding_step(), make_pool()) == []
+# --- in turns
+
+
+def test_requests_take_turns():
+    backlog = FillBacklog(make_shape())
+    backlog.add([missing(number, 16, ()) for number in range(6)])
+    backlog.add([missing(10 + number, 16, (), "other") for number in range(2)])
+    backlog.add([missing(20, 16, (), "third")])
+    order = []
+    while fills := whole(backlog, room=48):
+        order += [number for fill in taken(fills) for number, _ in fill]
+    assert order == [0, 10, 20, 1, 11, 2, 3, 4, 5]
+
+
+def test_a_request_with_thousands_of_chunks_delays_anothers_by_one_turn():
+    backlog = FillBacklog(make_shape())
+    backlog.add([missing(number, 16, ()) for number in range(3000)])
+    for _ in range(5):
+        whole(backlog, room=32)
+    backlog.add([missing(9999, 16, (), "innocent")])
+    first = [number for fill in taken(whole(backlog, room=32)) for number, _ in fill]
+    assert first == [10, 9999]
+
+
+def test_too_many_chunks_and_the_longest_queue_loses_its_oldest():
+    backlog, most = FillBacklog(make_shape()), MAX_WAITING // LEAST_WEIGHT
+    backlog.add([missing(1_000_000, 16, (), "innocent")])
+    for request in range(3):
+        first = 100_000 * request
+        backlog.add([missing(first + number, 16, (), str(request)) for number in range(most - 1)])
+        assert len(backlog) == most
+    backlog.add([missing(2_000_000, 16, (), "late")])
+    assert len(backlog) == most
+    left = [number for fill in taken(whole(backlog, pool=make_pool(10_000), room=10**6)) for number, _ in fill]
+    assert {1_000_000, 2_000_000} <= set(left)
+    by_request = [sorted(number for number in left if number // 100_000 == request) for request in range(3)]
+    sizes = [len(each) for each in by_request]
+    assert max(sizes) - min(sizes) <= 1
+    assert [each[-1] for each in by_request] == [100_000 * request + most - 2 for request in range(3)]  # the newest
+
+
+def test_long_chunks_weigh_more(monkeypatch):
+    monkeypatch.setattr(fair_queue, "MAX_WAITING", 10_000)
+    backlog = FillBacklog(make_shape())
+    backlog.add([missing(1, 16, (), "innocent")])
+    backlog.add([missing(2 + number, 4000, ()) for number in range(5)])
+    assert len(backlog) == 3
+    assert (1).to_bytes(4, "big") in backlog
+
+
+# --- chunks that do not fit
+
+
+def test_those_behind_one_that_is_too_large_do_not_starve():
+    for others in ("request", "other"):
+        backlog = backlog_of((400, SINK))
+        backlog.add([missing(1, 20, SINK, others)])
+        assert taken(whole(backlog, pool=make_pool(10))) == [[(1, 20)]]
+        assert len(backlog) == 1  # it waits for more blocks
+        assert taken(whole(backlog)) == [[(0, 400)]]
+
+
+def test_many_that_are_too_large_are_not_all_looked_at_in_every_step():
+    backlog = backlog_of(*[(400, ())] * 200)
+    backlog.add([missing(1000, 20, (), "other")])
+    assert taken(whole(backlog, pool=make_pool(10))) == [[(1000, 20)]]
+    looks = [chunk.tries for chunk in backlog._waiting_chunks._waiting.values()]
+    assert sum(looks) <= 2 * MAX_LOOKS
+
+
+@pytest.mark.parametrize("length", [400, 4000])
+def test_what_never_fits_is_forgotten_some_time(length):
+    backlog, pool = backlog_of((length, ())), make_pool(10)
+    for _ in range(MAX_TRIES // 2 - 1):
+        whole(backlog, pool=pool)
+    assert len(backlog) == 1
+    for _ in range(MAX_TRIES // 2 + 1):
+        whole(backlog, pool=pool)
+    assert len(backlog) == 0
+
+
+# --- in slices
+
+
+def slices(backlog, pool, room, step=DECODING):
+    """The slices that a chunk is filled in, one in every step."""
+    while True:
+        fills, part = backlog.take(step, pool, room)
+        if part is None:
+            assert not fills
+            return
+        yield part
+
+
+def test_a_chunk_that_is_too_long_for_a_step_is_filled_in_slices_that_keep_their_blocks():
+    backlog, pool = backlog_of((300, SINK)), make_pool()
+    parts = []
+    for part in slices(backlog, pool, 64):
+        parts.append(part)
+        assert pool.count == (1000 if part.is_last else 1000 - len(part.blocks[0]))
+    assert [len(part.tokens) for part in parts] == [64] * 5 + [20]
+    assert [part.start for part in parts] == list(range(0, 340, 64))
+    assert tuple(token for part in parts for token in part.tokens) == (*SINK, *[0] * 300)
+    assert {part.blocks for part in parts} == {parts[0].blocks}
+    assert len(parts[0].blocks[0]) == -(-340 // BLOCK)
+    assert [part.is_last for part in parts] == [False] * 5 + [True]
+    assert {(part.digest, part.context_tokens) for part in parts} == {(bytes(4), 40)}
+
+
+def test_others_go_on_meanwhile():
+    backlog, pool = backlog_of((300, SINK)), make_pool()
+    backlog.add([missing(10 + number, 16, (), "other") for number in range(8)])
+    backlog.add([missing(50, 200, (), "third")])
+    seen = []
+    for _ in range(20):
+        fills, part = backlog.take(DECODING, pool, 64)
+        assert (
+            sum(len(tokens) for fill in fills for _, tokens in fill.chunks) + len(part.tokens if part else ()) <= 64
+        )
+        seen.append(([number for fill in taken(fills) for number, _ in fill], part and part.digest[-1]))
+    assert seen[:4] == [([10, 11], 0), ([12, 13], 0), ([14, 15], 0), ([16, 17], 0)]
+    assert {0, 50} == {digest for _, digest in seen if digest is not None}
+    assert len(backlog) == 0
+    assert pool.count == 1000
+
+
+def test_a_chunk_that_is_being_filled_is_not_noted_again():
+    backlog, pool = backlog_of((300, SINK)), make_pool()
+    backlog.take(DECODING, pool, 64)
+    backlog.add([missing(0, 300, SINK, "other")])
+    assert len(backlog) == 1
+
+
+@pytest.mark.parametrize("why", ["idle", "short"])
+def test_blocks_are_given_back_when_vllm_may_need_them(why):
+    backlog, pool = backlog_of((300, SINK)), make_pool()
+    for _ in range(3):
+        backlog.take(DECODING, pool, 64)
+    held = 1000 - pool.count
+    assert held == -(-340 // BLOCK)
+    others = pool.borrow(pool.count - RESERVE + 1) if why == "short" else None
+    assert backlog.take(step_of() if why == "idle" else DECODING, pool, 64) == ([], None)
+    assert pool.count == held + (RESERVE - 1 if others else 1000 - held)
+    if others:
+        pool.give_back(others)
+    parts = list(slices(backlog, pool, 64))
+    assert (parts[0].start, parts[-1].is_last) == (0, True)  # from the beginning
+    assert pool.count == 1000
+
+
+def test_slices_leave_room_for_what_vllm_computes_in_a_step():
+    need = -(-340 // BLOCK)
+    backlog = backlog_of((300, SINK))
+    assert backlog.take(DECODING, make_pool(need + RESERVE - 1), 64) == ([], None)
+    assert backlog.take(DECODING, make_pool(need + RESERVE), 64)[1] is not None
 
 
 chunks = st.lists(st.tuples(st.integers(1, 80), st.sampled_from([(), (1,), SINK, SINK[::-1]])), max_size=12)
 
 
-@given(chunks, st.integers(1, 300), st.integers(1, 20))
-def test_within_the_budget_and_the_pool_and_nothing_is_lost(waiting, budget, blocks):
-    backlog, pool = backlog_of(waiting, budget), make_pool(blocks)
-    order = []
-    while fills := backlog.take(decoding_step(), pool):
-        assert pool.count == blocks
+@given(st.lists(chunks, max_size=3), st.integers(1, 300), st.integers(1, 30))
+def test_within_room_and_pool_and_nothing_is_lost(requests, room, blocks):
+    backlog, pool = FillBacklog(make_shape()), make_pool(blocks)
+    lengths = {}
+    for index, waiting in enumerate(requests):
+        for number, (length, context) in enumerate(waiting):
+            lengths[1000 * index + number] = len(context) + length
+            backlog.add([missing(1000 * index + number, length, context, str(index))])
+    done, idle = [], 0
+    while idle < 3 * len(lengths) + 3:
+        fills, part = backlog.take(DECODING, pool, room)
         computed = used = 0
         for fill in fills:
             shared = len(fill.context) // BLOCK
@@ -123,12 +300,47 @@ def test_within_the_budget_and_the_pool_and_nothing_is_lost(waiting, budget, blo
             computed += shared * BLOCK + sum(own)
             used += len(fill.blocks[0])
             assert len(fill.blocks[0]) == shared + sum(-(-length // BLOCK) for length in own)
-        count = sum(len(fill.chunks) for fill in fills)
-        assert computed <= budget or count == 1
+            done += [int.from_bytes(digest, "big") for digest, _ in fill.chunks]
+        if part is not None:
+            computed, used = computed + len(part.tokens), used + len(part.blocks[0])
+            done += [int.from_bytes(part.digest, "big")] if part.is_last else []
+        assert computed <= room
         assert used <= blocks
-        now = sorted(digest[0] for fill in fills for digest, _ in fill.chunks)
-        assert now == list(range(len(order), len(order) + count))
-        order += now
-    if len(order) < len(waiting):  # the next one has no room even in an empty pool
-        length, context = waiting[len(order)]
-        assert -(-(len(context) + length) // BLOCK) > blocks
+        idle = 0 if computed else idle + 1
+    assert len(done) == len(set(done))
+    assert pool.count == blocks
+    for number in lengths.keys() - set(done):  # they have no room even in an empty pool
+        length = lengths[number]
+        assert -(-length // BLOCK) + (RESERVE if length > room else 0) > blocks
+
+
+# --- how much of a step
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ({}, 1000),
+        ({"blend": Line(0, 1)}, 1000),
+        ({"fill": Line(0, 1)}, 1000),
+        ({"fill": Line(500, 1)}, 750),  # half of 2500 s
+        ({"fill": Line(0, 1), "blend": Line(0, 0.5)}, 500),
+        ({"fill": Line(0, 1), "blend": Line(0, 4)}, 1000),  # blends may have been far from as fast as a prefill is
+        ({"fill": Line(10_000, 1)}, 250),  # never nothing
+        ({"fill": Line(10, 0)}, 2000),
+    ],
+)
+def test_a_step_fills_for_half_the_time_that_a_full_prefill_takes(costs, expected):
+    side = Side(shape={"step_tokens": 2000})
+    side.report(costs=costs)
+    assert side.scheduler._admission.tokens_to_fill() == expected
+
+
+def test_the_slowest_rank_counts():
+    side = Side(shape={"step_tokens": 2000, "ranks": 2})
+    side.report(rank=0, costs={"fill": Line(0, 1)})
+    assert side.scheduler._admission.tokens_to_fill() == 1000  # the other has measured nothing
+    side.report(rank=1, costs={"fill": Line(0, 2), "blend": Line(0, 1)})
+    assert side.scheduler._admission.tokens_to_fill() == 1000
+    side.report(rank=0, costs={"fill": Line(0, 1), "blend": Line(0, 0.5)})
+    assert side.scheduler._admission.tokens_to_fill() == 500

@@ -1,7 +1,7 @@
 """Hashes of blocks whose KV is not what vLLM would have computed."""
 
-import hashlib
 import random
+from itertools import pairwise
 
 import pytest
 from vllm import SamplingParams
@@ -9,7 +9,8 @@ from vllm.utils.hashing import sha256, xxhash_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalts
+from kvmosaic.engines.vllm.compat.scheduling import HIDDEN
+from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts
 from tests.engines.vllm.scheduler_side import fakes
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
@@ -34,25 +35,30 @@ def small_blocks(tokens, hash_function):
 @pytest.mark.parametrize("seed", range(10))
 def test_each_block_has_the_salts_that_were_added_for_it(seed, hash_function):
     init_none_hash(hash_function)  # as engines do when they start
-    chance = random.Random(seed)
-    tokens = [chance.randrange(1000) for _ in range(chance.randrange(60))]
+    rng = random.Random(seed)
+    tokens = [rng.randrange(1000) for _ in range(rng.randrange(60))]
     plain, salted = small_blocks(tokens, hash_function), small_blocks(tokens, hash_function)
     salts, added = BlockSalts(salted), []
     for _ in range(30):
-        if chance.random() < 0.2:
-            first = chance.randrange(20)
-            added.append((chance.randbytes(5), first, chance.choice([None, first, first + chance.randrange(20)])))
-            salts.add(*added[-1])
+        if rng.random() < 0.2:
+            new = []
+            for _ in range(rng.randrange(4)):
+                first = rng.randrange(20)
+                end = rng.choice([None, first, first + rng.randrange(20)])
+                new.append(BlockSalt(rng.randbytes(32), first, end))
+            salts.add(new)
+            added += new
         for each in (plain, salted):
             each.append_output_token_ids(len(added))
         assert len(salted.block_hashes) == len(plain.block_hashes) == plain.num_tokens // BLOCK
         assert salts.plain == plain.block_hashes
         for index, (before, after) in enumerate(zip(plain.block_hashes, salted.block_hashes, strict=True)):
             expected = int.from_bytes(before, "big")
-            for salt, first, end in added:
-                if first <= index and (end is None or index < end):
-                    expected ^= int.from_bytes(hashlib.sha256(salt).digest()[-len(before) :], "big")
-            assert after == expected.to_bytes(len(before), "big")
+            mine = [digest for digest, first, end, _ in added if first <= index and (end is None or index < end)]
+            for digest in mine:
+                expected ^= int.from_bytes(digest[-len(before) :], "big")
+            mixed = expected.to_bytes(len(before), "big")
+            assert after == (mixed[: -len(HIDDEN)] + HIDDEN if mine else mixed)
 
 
 # --- of requests with chunks
@@ -95,7 +101,6 @@ def test_no_block_with_chunk_tokens_or_behind_them_is_one_of_a_plain_request():
     "params",
     [
         {"recompute_ratio": 0.25},
-        {"recompute_ratio": 1.0},
         {"recompute_ratio": 0.5, "policy": "sink-link"},
         {"recompute_ratio": 0.5, "policy": "sink-link(k=8)"},
     ],
@@ -107,9 +112,93 @@ def test_other_ratios_and_policies_have_other_hashes(params):
         assert not set(ours[FIRST_SALTED:]) & set(theirs)
 
 
-def test_other_cuts_of_the_same_tokens_have_other_hashes():
+def test_at_ratio_one_hashes_are_those_of_a_plain_request():
+    """All of its KV is."""
+    assert hashes(recompute_ratio=1.0) == plain_hashes()
+
+
+def test_other_cuts_of_the_same_tokens_have_other_hashes_from_the_first_difference_on():
     ours, theirs = hashes(), hashes([*FIRST, *SECOND])
-    assert not set(ours[FIRST_SALTED:]) & set(theirs)
+    same = (len(SYSTEM) + len(FIRST)) // fakes.BLOCK
+    assert ours[:same] == theirs[:same]
+    assert not set(ours[same:]) & set(theirs[same:])
+
+
+# --- of conversations
+
+MARKERS = frozenset({7, 8})
+"""Tokens that end a turn."""
+
+
+def drawn_conversation(rng, turns):
+    """Tokens with some spans that are chunks; each turn ends with a marker. What was there after each turn."""
+    tokens, boundaries, states = [], [], []
+    for _ in range(turns):
+        tokens += rng.choices(range(10, 500), k=rng.randrange(1, 30))
+        for _ in range(rng.randrange(4)):
+            start = len(tokens)
+            tokens += rng.choices(range(10, 500), k=rng.randrange(1, 40))
+            boundaries.append((start, len(tokens)))
+            tokens += rng.choices(range(10, 500), k=rng.choice([0, 0, 5]))
+        tokens += rng.choices(range(10, 500), k=rng.randrange(1, 20))
+        tokens += [7, 8]
+        states.append((list(tokens), list(boundaries)))
+    return states
+
+
+def conversation_hashes(tokens, boundaries, *, shape=None, **params):
+    side = Side(shape=shape)
+    side.scheduler._planner._parser._markers = MARKERS
+    whole = [(0, 0), *boundaries, (max([len(tokens) - 1, *(end for _, end in boundaries)]), len(tokens))]
+    return side.add(make_request("a", tokens, boundaries=whole, **params)).block_hashes
+
+
+PARAMS = [
+    {"recompute_ratio": 0.0},
+    {"recompute_ratio": 0.3, "policy": "sink-link"},
+    {"recompute_ratio": 0.3, "policy": "composite"},
+]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=lambda params: params.get("policy", "ratio-0"))
+@pytest.mark.parametrize("seed", range(15))
+def test_a_turn_has_the_hashes_of_the_turns_before_it(seed, params):
+    states = drawn_conversation(random.Random(seed), 5)
+    every = [conversation_hashes(*state, **params) for state in states]
+    for before, after in pairwise(every):
+        assert after[: len(before)] == before
+        assert len(set(after)) == len(after)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_hashes_differ_from_the_first_block_on_whose_chunks_do(seed):
+    """A chunk that begins or ends elsewhere, or is missing: from that position on nothing is shared."""
+    rng = random.Random(seed)
+    tokens, boundaries = drawn_conversation(rng, 4)[-1]
+    if not boundaries:
+        return
+    ours = conversation_hashes(tokens, boundaries)
+    index = rng.randrange(len(boundaries))
+    start, end = boundaries[index]
+    for other, first in (((start + 1, end), start), ((start, end - 1), end - 1), (None, start)):
+        changed = [*boundaries[:index], *([other] if other and other[0] < other[1] else []), *boundaries[index + 1 :]]
+        theirs = conversation_hashes(tokens, changed)
+        if other and other[0] >= other[1]:
+            first = start
+        same = first // fakes.BLOCK
+        assert ours[:same] == theirs[:same]
+        assert not set(ours[same:]) & set(theirs)
+
+
+def test_blocks_of_a_chunk_that_is_cut_are_good_for_all_of_it_alone():
+    """Layers with a sliding window keep its end only: a prompt that goes on differently looks at what is missing."""
+    other = [*FIRST[:-1], 499]
+    for tail, is_shared in ((None, True), (16, False)):
+        both = [
+            conversation_hashes([*SYSTEM, *chunk, *QUESTION], [(20, 60)], shape={"window_tail": tail})
+            for chunk in (FIRST, other)
+        ]
+        assert (both[0][1] == both[1][1]) is (both[0][2] == both[1][2]) is is_shared
 
 
 @pytest.mark.parametrize(("ratio", "is_findable"), [(0.0, True), (0.5, False)])

@@ -17,6 +17,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
     Side,
     ask_about,
     digest_of,
+    make_request,
     make_shape,
     text,
 )
@@ -193,7 +194,7 @@ def test_the_verdict_is_made_once_per_asking():
     assert side.counts("fallbacks") == {"cost": 1}
 
 
-def test_what_is_begun_is_gone_on_with_at_any_cost():
+def test_a_chunk_that_is_begun_is_loaded_at_any_cost():
     side = Side()
     side.store(FIRST, SECOND)
     side.report(costs=DEAR_MOVES)
@@ -221,9 +222,16 @@ def test_what_was_predicted_is_observed():
 
 
 def filled(side):
-    """What the next step that only decodes fills."""
-    work = side.run()
-    return [(fill.context, [tokens for _, tokens in fill.chunks]) for fill in work.fills]
+    """What the next steps that only decode fill: contexts and chunks."""
+    done, begun = [], ()
+    for _ in range(10):
+        work = side.run()
+        done += [(fill.context, tokens) for fill in work.fills for _, tokens in fill.chunks]
+        if part := work.fill_slice:
+            begun = (*begun, *part.tokens) if part.start else part.tokens
+            if part.is_last:
+                done.append((begun[: part.context_tokens], begun[part.context_tokens :]))
+    return done
 
 
 @pytest.mark.parametrize("stored", [(), (FIRST,)], ids=["prefilled", "partly-reused"])
@@ -232,7 +240,7 @@ def test_missing_chunks_are_filled_in_the_background(stored):
     side.store(*stored)
     side.matched(side.add(ask_about(FIRST, SECOND)))
     missing = [chunk for chunk in (FIRST, SECOND) if chunk not in stored]
-    assert filled(side) == [(SINK, [tuple(chunk) for chunk in missing])]
+    assert filled(side) == [(SINK, tuple(chunk)) for chunk in missing]
     assert filled(side) == []
     assert side.pool.get_num_free_blocks() == 200
 
@@ -248,16 +256,16 @@ def test_chunks_that_never_fit_are_not_filled():
     long = text(5, 126)
     side = Side(shape={"max_positions": len(SINK) + 125})
     side.matched(side.add(ask_about(FIRST, long)))
-    assert filled(side) == [(SINK, [tuple(FIRST)])]
+    assert filled(side) == [(SINK, tuple(FIRST))]
     side = Side(shape={"max_positions": len(SINK) + 126})
     side.matched(side.add(ask_about(long)))
-    assert filled(side) == [(SINK, [tuple(long)])]
+    assert filled(side) == [(SINK, tuple(long))]
 
 
 def test_missing_chunks_of_a_begun_request_are_filled_too():
     side = Side()
     assert side.matched(side.add(ask_about(FIRST, SECOND)), 48) == 52
-    assert filled(side) == [(SINK, [tuple(FIRST), tuple(SECOND)])]
+    assert filled(side) == [(SINK, tuple(FIRST)), (SINK, tuple(SECOND))]
 
 
 def test_emptying_the_store_empties_the_backlog_and_what_is_known():
@@ -277,3 +285,32 @@ def test_emptying_the_store_empties_the_backlog_and_what_is_known():
 
 def test_the_lengths_these_tests_count_with():
     assert (len(SYSTEM), len(FIRST), len(SECOND), len(QUESTION)) == (20, 40, 40, 10)
+
+
+# --- choices that take long
+
+
+@pytest.mark.parametrize(
+    ("policy", "gap", "is_plain"),
+    [
+        ("composite", 30, False),
+        ("composite", 80, True),
+        ("sink-link", 80, False),
+        ("kv-deviation(layers=0)", 10, False),
+        ("kv-deviation(layers=2)", 10, True),
+    ],
+)
+def test_a_choice_that_takes_more_than_a_step_is_not_made_while_others_wait(policy, gap, is_plain):
+    """Text before the question is computed first, in one go, and chunks through some layers."""
+    chunks = [text(1, 40), text(2, 40)]
+    for is_alone in (True, False):
+        side = Side(shape={"step_tokens": 64})
+        side.store(*chunks)
+        tokens = [*chunks[0], *text(3, gap), *chunks[1], *QUESTION]
+        edges = [(0, 0), (0, 40), (40 + gap, 80 + gap), (80 + gap, len(tokens))]
+        if not is_alone:
+            side.run()
+        request = side.add(make_request("a", tokens, boundaries=edges, recompute_ratio=0.9, policy=policy))
+        # A judge that finds reuse faster whatever it takes.
+        side.scheduler._admission.is_faster = lambda *_: True
+        assert side.matched(request) == (0 if is_plain and not is_alone else 80 + gap)

@@ -120,7 +120,7 @@ def test_blocks_of_several_requests_are_not_the_same_and_all_come_back():
 
 
 def test_background_fills_get_blocks_that_no_load_of_the_step_borrowed():
-    side = stored()
+    side = stored(shape={"step_tokens": 256})
     side.matched(side.add(make_request("missing", SYSTEM, text(7, 40), text(9, 9))))
     request = side.add(ask(FIRST, SECOND, question=100, **PROBED))
     _, owned = side.begin(request)

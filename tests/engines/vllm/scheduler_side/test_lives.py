@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm import shape as shapes
 from kvmosaic.engines.vllm.messages import Line
-from tests.engines.vllm.scheduler_side.fakes import FIRST, SEGMENT, SYSTEM, make_request, text
+from tests.engines.vllm.scheduler_side.fakes import FIRST, SEGMENT, STEP, SYSTEM, make_request, text
 from tests.engines.vllm.scheduler_side.prefixes import prefix_digests
 from tests.engines.vllm.scheduler_side.simulation import Simulation
 
@@ -155,6 +155,46 @@ def test_a_request_that_is_served_plainly_for_its_cost_goes_on_like_any_other():
     engine.add(chunked("second", documents=DOCUMENTS[:2]))
     engine.finish()
     assert engine.reports["second"]["reused_tokens"] == 65
+    engine.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("length", [24, 600])
+def test_missing_chunks_are_filled_while_another_decodes_within_half_a_step(length):
+    """Long ones in slices, which keep their blocks from one step to the next."""
+    engine = Simulation(blocks=120)
+    documents = [text(30 + number, length) for number in range(2)]
+    engine.add(chunked("first", documents=documents, answer=2))
+    while "first" not in engine.reports:
+        engine.step()
+    engine.add(plain("other", text(7, 30), 200))
+    engine.step()
+    before = engine.vllm.requests["other"].num_output_tokens
+    steps = 0
+    while len(engine.workers.store) < 2:
+        work = engine.step().kv_connector_metadata
+        computed = sum(len(fill.context) + sum(len(tokens) for _, tokens in fill.chunks) for fill in work.fills)
+        assert computed + len(work.fill_slice.tokens if work.fill_slice else ()) <= STEP // 2
+        steps += 1
+    assert engine.vllm.requests["other"].num_output_tokens == before + steps  # a token in every one of them
+    assert (engine.workers.fill_slices > 0) is (length == 600)
+    engine.finish()
+    engine.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("end", ["answered", "aborted"])
+def test_blocks_of_a_chunk_that_is_being_filled_come_back_with_the_last_request(end):
+    """There may be no step behind it."""
+    engine = Simulation(blocks=120)
+    engine.add(chunked("first", documents=[text(30, 600)], answer=3 if end == "answered" else 50))
+    while engine.workers.fill_slices < 2:
+        engine.step()
+    if end == "aborted":
+        engine.abort("first")
+    while engine.vllm.has_unfinished_requests():
+        engine.step()
+    assert not engine.workers.store
+    assert engine.vllm.reset_prefix_cache(reset_connector=True)
+    engine.finish()
     engine.check_that_nothing_is_left()
 
 

@@ -12,6 +12,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.results import Fallback
+from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from tests.engines.vllm.scheduler_side.fakes import (
@@ -32,7 +33,8 @@ from tests.engines.vllm.scheduler_side.fakes import (
 
 def planned(request, shape=None, **settings):
     setup = make_setup(make_shape(**(shape or {})), **settings)
-    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request)
+    params = RequestParameters.read(request.kv_transfer_params, setup.config.allowed_parameters)
+    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request, params)
 
 
 def test_a_request_with_chunks():
@@ -94,7 +96,7 @@ def test_a_prompt_of_embeddings_alone_has_no_chunks():
         ({"policy": "oracle"}, "unknown policy 'oracle'"),
         ({"policy": "kv-deviation(layers=9)"}, "layer"),
         ({"policy": "kv-deviation(layers=1+2)"}, "embedded engine"),
-        ({"boundaries": [(0, 20), (30, 70)]}, "cover"),
+        ({"boundaries": [(0, 20), (10, 70)]}, "order"),
         ({"boundaries": [(0, 70)]}, "question"),
         ({"boundaries": [(0, 20), (20, 60), (60, "70")]}, "boundaries"),
         ({"boundaries": "0-20"}, "boundaries"),

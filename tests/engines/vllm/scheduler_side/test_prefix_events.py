@@ -53,7 +53,7 @@ def test_a_segment_is_announced_while_all_ranks_have_it():
 
 def announcing(*groups, **shape):
     side = Side(prefix_blocks=True, shape=shape)
-    side.scheduler.announce(groups or [FULL])
+    side.scheduler.prefixes.announce(groups or [FULL])
     return side
 
 
@@ -76,9 +76,9 @@ def names(hashes):
 def test_saved_segments_are_announced_when_the_ranks_have_stored_them():
     side = announcing()
     hashes = names(computed(side).block_hashes)
-    assert side.scheduler.take_events() == []
+    assert side.scheduler.prefixes.take_events() == []
     side.report({DIGESTS[1]: "host", DIGESTS[0]: "host"})
-    first, second = side.scheduler.take_events()
+    first, second = side.scheduler.prefixes.take_events()
     assert first.block_hashes == hashes[:PER_SEGMENT]
     assert second.block_hashes == hashes[PER_SEGMENT : 2 * PER_SEGMENT]
     assert (first.parent_block_hash, second.parent_block_hash) == (None, hashes[PER_SEGMENT - 1])
@@ -86,29 +86,29 @@ def test_saved_segments_are_announced_when_the_ranks_have_stored_them():
     assert (first.medium, first.block_size, first.lora_id) == (MEDIUM, BLOCK, None)
     assert (first.kv_cache_spec_kind, first.kv_cache_spec_sliding_window) == ("full_attention", None)
     assert first.extra_keys == [None] * PER_SEGMENT
-    assert side.scheduler.take_events() == []
+    assert side.scheduler.prefixes.take_events() == []
 
 
 def test_nothing_is_announced_twice():
     side = announcing()
     computed(side)
     side.report(dict.fromkeys(DIGESTS, "host"))
-    assert len(side.scheduler.take_events()) == 3
+    assert len(side.scheduler.prefixes.take_events()) == 3
     for tier in ("disk", "host"):
         side.report(dict.fromkeys(DIGESTS, tier))
     computed(side, "again")
-    assert side.scheduler.take_events() == []
+    assert side.scheduler.prefixes.take_events() == []
 
 
 def test_what_is_loaded_from_another_engines_store_is_announced_then():
     side = announcing()
     side.report(dict.fromkeys(DIGESTS[:2], "disk"))
-    assert side.scheduler.take_events() == []
+    assert side.scheduler.prefixes.take_events() == []
     request = side.add(make_request("plain", PROMPT))
     assert side.matched(request) is None
     side.report(fetched=["plain"])
     side.begin(request, more=10)
-    assert [event.token_ids for event in side.scheduler.take_events()] == [
+    assert [event.token_ids for event in side.scheduler.prefixes.take_events()] == [
         PROMPT[:SEGMENT],
         PROMPT[SEGMENT : 2 * SEGMENT],
     ]
@@ -118,20 +118,20 @@ def test_an_emptied_store_takes_everything_back():
     side = announcing()
     computed(side)
     side.report(dict.fromkeys(DIGESTS[:2], "host"))
-    said = [name for event in side.scheduler.take_events() for name in event.block_hashes]
+    said = [name for event in side.scheduler.prefixes.take_events() for name in event.block_hashes]
     side.scheduler.clear()
-    events = side.scheduler.take_events()
+    events = side.scheduler.prefixes.take_events()
     assert all(isinstance(event, BlockRemoved) and event.medium == MEDIUM for event in events)
     assert [name for event in events for name in event.block_hashes] == said
     side.report({DIGESTS[2]: "host"})  # which nobody waits for any more
-    assert side.scheduler.take_events() == []
+    assert side.scheduler.prefixes.take_events() == []
 
 
 def test_without_events_nobody_is_told():
     side = Side(prefix_blocks=True)
     computed(side)
     side.report(dict.fromkeys(DIGESTS, "host"))
-    assert side.scheduler.take_events() == []
+    assert side.scheduler.prefixes.take_events() == []
 
 
 def test_chunks_are_never_announced():
@@ -140,14 +140,14 @@ def test_chunks_are_never_announced():
     side.store(FIRST, text(6, 200))
     side.begin(request)
     side.run("request", 1, 280)
-    assert side.scheduler.take_events() == []
+    assert side.scheduler.prefixes.take_events() == []
 
 
 def test_layers_with_a_window_announce_the_end_of_each_segment():
     side = announcing(FULL, WINDOW, window_tail=32)
     hashes = names(computed(side).block_hashes)
     side.report({DIGESTS[0]: "host", DIGESTS[1]: "host"})
-    events = side.scheduler.take_events()
+    events = side.scheduler.prefixes.take_events()
     assert [event.block_hashes for event in stored(events)] == [hashes[:4], hashes[4:8]]
     tails = stored(events, 1)
     assert [event.block_hashes for event in tails] == [hashes[2:4], hashes[6:8]]
@@ -157,7 +157,7 @@ def test_layers_with_a_window_announce_the_end_of_each_segment():
         ("sliding_window", 30)
     }
     side.report({DIGESTS[1]: None})
-    gone = side.scheduler.take_events()
+    gone = side.scheduler.prefixes.take_events()
     assert [(event.group_idx, event.block_hashes) for event in gone] == [(0, hashes[4:8]), (1, hashes[6:8])]
 
 
@@ -165,21 +165,21 @@ def test_a_window_that_keeps_all_of_a_segment_is_no_group_of_its_own():
     side = announcing(FULL, EventGroup("sliding_window", 60, SEGMENT))
     computed(side)
     side.report({DIGESTS[0]: "host"})
-    assert [event.group_idx for event in side.scheduler.take_events()] == [0]
+    assert [event.group_idx for event in side.scheduler.prefixes.take_events()] == [0]
 
 
 def test_segments_whose_blocks_have_hashes_of_their_own_are_announced_with_vllms():
     side = announcing(window_tail=32)
     hashes = names(computed(side).block_hashes)
     side.report(dict.fromkeys(DIGESTS[:2], "host"))
-    said = [event.block_hashes for event in side.scheduler.take_events()]
+    said = [event.block_hashes for event in side.scheduler.prefixes.take_events()]
     side.report(dict.fromkeys(DIGESTS[:2]))
     side.report(dict.fromkeys(DIGESTS[:2], "host"))
-    side.scheduler.take_events()
+    side.scheduler.prefixes.take_events()
     request = side.add(make_request("again", PROMPT))
     side.begin(request, more=10)
     assert names(request.block_hashes[: 2 * PER_SEGMENT]) != hashes[: 2 * PER_SEGMENT]
-    assert [event.block_hashes for event in side.scheduler.take_events()] == said
+    assert [event.block_hashes for event in side.scheduler.prefixes.take_events()] == said
 
 
 def test_hashes_finer_than_blocks_are_put_together():
@@ -210,6 +210,6 @@ def test_too_many_awaited_segments_and_the_oldest_are_forgotten(monkeypatch, lim
     side = announcing()
     computed(side)
     side.report(dict.fromkeys(DIGESTS, "host"))
-    assert [event.token_ids for event in side.scheduler.take_events()] == [
+    assert [event.token_ids for event in side.scheduler.prefixes.take_events()] == [
         PROMPT[start : start + SEGMENT] for start in (0, SEGMENT, 2 * SEGMENT)
     ][3 - limit :]

@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvmosaic.engines.vllm.compat.scheduling import Step
-from kvmosaic.engines.vllm.scheduler_side.scheduler import PATIENCE_SECONDS
+from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
 from tests.engines.vllm.scheduler_side.fakes import BLOCK, FIRST, SEGMENT, Side, ask_about, make_request, text
 from tests.engines.vllm.scheduler_side.prefixes import prefix_digests
 
@@ -114,7 +114,7 @@ def test_requests_with_chunks_have_no_exact_segments():
     work = side.step()
     assert work.loads
     assert not work.prefix_loads
-    assert "request" not in side.scheduler._prefixes._requests
+    assert "request" not in side.scheduler.prefixes._requests
 
 
 def test_a_request_that_falls_back_at_its_start_may_have_exact_segments():

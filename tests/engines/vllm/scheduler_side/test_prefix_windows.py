@@ -142,5 +142,5 @@ def test_without_cut_segments_new_requests_are_not_hashed_twice(tail):
     side = stored(window_tail=tail)
     load(side, side.add(make_request("a", PROMPT)))
     request = side.add(make_request("b", PROMPT))
-    assert not side.scheduler._prefixes._requests["b"].digests
+    assert not side.scheduler.prefixes._requests["b"].digests
     assert not any(salted(request))

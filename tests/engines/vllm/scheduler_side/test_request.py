@@ -5,6 +5,7 @@ import time
 import pytest
 
 from kvmosaic.core.prompt import Span
+from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
@@ -21,7 +22,8 @@ from tests.engines.vllm.scheduler_side.fakes import (
 
 def plan(request):
     setup = make_setup(make_shape())
-    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request)
+    params = RequestParameters.read(request.kv_transfer_params, setup.config.allowed_parameters)
+    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request, params)
 
 
 def test_chunks_that_end_behind_a_position():
@@ -32,10 +34,9 @@ def test_chunks_that_end_behind_a_position():
     assert ours.chunks_from(100) == []
 
 
-def test_it_is_begun_when_the_prefix_cache_has_some_of_a_chunk():
+def test_it_is_begun_when_the_prefix_cache_ends_inside_a_chunk():
     ours = plan(ask_about(FIRST, SECOND))
-    assert not ours.is_begun(20)
-    assert ours.is_begun(21)
+    assert [local for local in range(110) if ours.is_begun(local)] == [*range(21, 60), *range(61, 100)]
 
 
 @pytest.mark.parametrize(
@@ -84,23 +85,33 @@ def test_patience_begins_when_it_is_first_asked_for_and_anew_after_blocks(monkey
     assert not ours.has_patience(30)
 
 
-def test_what_its_salt_depends_on():
-    def salt(*parts, **params):
-        return plan(make_request("a", *(parts or (SYSTEM, FIRST, SECOND, QUESTION)), **params)).salt()
+def salts(*parts, **params):
+    return plan(make_request("a", *(parts or (SYSTEM, FIRST, SECOND, QUESTION)), **params)).salts(make_shape())
 
-    assert salt(recompute_ratio=0.5) == salt(recompute_ratio=0.5)
-    assert len({salt(recompute_ratio=ratio) for ratio in (0, 0.1, 0.2, 1)}) == 4
-    assert salt(SYSTEM, FIRST, SECOND, QUESTION) != salt(SYSTEM, [*FIRST, *SECOND], QUESTION)
-    blends = {salt(recompute_ratio=0.5, policy=policy) for policy in ("random", "random(seed=1)", "sink-link")}
+
+def test_salts_follow_one_another():
+    ours = salts()
+    assert [(salt.first, salt.end) for salt in ours] == [(1, 3), (3, 6), (6, None)]
+    assert len({salt.digest for salt in ours}) == 3
+
+
+def test_what_its_salts_depend_on():
+    def last(*parts, **params):
+        return salts(*parts, **params)[-1].digest
+
+    assert last(recompute_ratio=0.5) == last(recompute_ratio=0.5)
+    assert len({last(recompute_ratio=ratio) for ratio in (0, 0.1, 0.2)}) == 3
+    assert last(SYSTEM, FIRST, SECOND, QUESTION) != last(SYSTEM, [*FIRST, *SECOND], QUESTION)
+    blends = {last(recompute_ratio=0.5, policy=policy) for policy in ("random", "random(seed=1)", "sink-link")}
     assert len(blends) == 3
-    for ratio in (0, 1):  # nothing is chosen
-        assert salt(recompute_ratio=ratio, policy="random") == salt(recompute_ratio=ratio, policy="composite")
+    assert last(recompute_ratio=0, policy="random") == last(recompute_ratio=0, policy="composite")
+    assert salts(recompute_ratio=1.0) == []
 
 
 @pytest.mark.parametrize(("policy", "differs"), [("composite", True), ("sink-link", False)])
-def test_its_salt_depends_on_the_question_if_that_is_looked_at(policy, differs):
-    salts = [
-        plan(make_request("a", SYSTEM, FIRST, question, recompute_ratio=0.5, policy=policy)).salt()
+def test_its_salts_depend_on_the_question_if_that_is_looked_at(policy, differs):
+    both = [
+        salts(SYSTEM, FIRST, question, recompute_ratio=0.5, policy=policy)
         for question in (QUESTION, [*QUESTION[:-1], 7])
     ]
-    assert (salts[0] != salts[1]) is differs
+    assert (both[0] != both[1]) is differs

@@ -169,6 +169,7 @@ def test_while_one_is_loaded_in_slices_steps_are_full():
 
 def test_steps_are_full_until_the_last_of_several_is_loaded():
     side = running(miss_policy="fill-first")
+    side.store(FIRST, SECOND, text(3, 30))
     request = side.add(ask_about(FIRST, SECOND, name="a", **ALL))
     other = side.add(ask_about(FIRST, SECOND, text(3, 30), name="b", **ALL))
     assert side.ask(request) == (100, True)

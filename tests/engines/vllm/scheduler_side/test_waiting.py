@@ -5,7 +5,7 @@ import time
 import pytest
 
 from kvmosaic.engines.vllm.messages import Line
-from kvmosaic.engines.vllm.scheduler_side.scheduler import PATIENCE_SECONDS
+from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, Side, ask_about, digest_of, make_request, text
 
 REMOTE = {"remote": "valkey://nowhere:6379/0"}
@@ -131,8 +131,8 @@ def test_patience_ends_also_where_workers_never_report(clock):
     assert not side.step().released
 
 
-def test_what_is_begun_is_gone_on_with_when_patience_ends(clock):
-    """vLLM's prefix cache has blended tokens: a prefill of the others would be neither of the two."""
+def test_a_chunk_that_is_begun_is_loaded_when_patience_ends(clock):
+    """vLLM's prefix cache ends inside it, and layers with a sliding window may lack what comes before."""
     side = Side()
     side.store(FIRST, SECOND, tier="disk")
     request = side.add(ask_about(FIRST, SECOND))

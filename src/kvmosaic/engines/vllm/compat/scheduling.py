@@ -1,14 +1,18 @@
 """What vLLM's scheduler has and tells: steps, free blocks, block hashes, events."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
+from itertools import groupby
 from typing import Any, NamedTuple
 
+import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as event_hash
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 __all__ = [
+    "HIDDEN",
     "BlockRemoved",
     "BlockStored",
     "Borrowed",
@@ -19,9 +23,14 @@ __all__ = [
     "count_cached_tokens",
     "do_before_forward",
     "event_hash",
+    "hide_events",
     "resolve_block_hashes",
     "set_block_hasher",
+    "take_parameters",
 ]
+
+HIDDEN = b"\xf3kvm"
+"""The last bytes of block hashes that vLLM's events leave out. Events may carry only the last 8 bytes of a hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +117,48 @@ def set_block_hasher(request: Any, hasher: Callable[[Any], list[Any]]) -> None:
     request._block_hasher = hasher
 
 
+def hide_events(pool: Any) -> None:
+    """Keep blocks whose hash ends in :data:`HIDDEN` out of the events of vLLM's block pool: routers would take them
+    for blocks of a plain prompt."""
+    take = pool.take_events
+
+    @wraps(take)
+    def take_events() -> list[KVCacheEvent]:
+        return [shown for event in take() for shown in _shown(event)]
+
+    pool.take_events = take_events
+
+
+def _shown(event: KVCacheEvent) -> Iterator[KVCacheEvent]:
+    """The event, less its hidden blocks: nothing, or one event for each run of the others."""
+    if not isinstance(event, BlockRemoved | BlockStored) or not any(map(_is_hidden, event.block_hashes)):
+        yield event
+        return
+    hashes = event.block_hashes
+    if isinstance(event, BlockRemoved):
+        left = [each for each in hashes if not _is_hidden(each)]
+        if left:
+            yield msgspec.structs.replace(event, block_hashes=left)
+        return
+    for is_hidden, run in groupby(range(len(hashes)), lambda index: _is_hidden(hashes[index])):
+        indices = list(run)
+        first, last = indices[0], indices[-1]
+        if not is_hidden:
+            yield msgspec.structs.replace(
+                event,
+                block_hashes=hashes[first : last + 1],
+                parent_block_hash=hashes[first - 1] if first else event.parent_block_hash,
+                token_ids=event.token_ids[first * event.block_size : (last + 1) * event.block_size],
+                extra_keys=None if event.extra_keys is None else event.extra_keys[first : last + 1],
+            )
+
+
+def _is_hidden(block_hash: Any) -> bool:
+    if isinstance(block_hash, int):
+        block_hash = (block_hash & (2**32 - 1)).to_bytes(4, "big")
+    return bool(block_hash.endswith(HIDDEN))
+
+
 def count_cached_tokens(request: Any, local: int, reused: int) -> None:
     """Have vLLM report ``local`` tokens from its prefix cache and ``reused`` ones from ours as cached. By itself it
     would count everything the worker brings, also what the worker has just computed."""
@@ -118,6 +169,15 @@ def count_cached_tokens(request: Any, local: int, reused: int) -> None:
             num_local_cached_tokens=local,
             num_external_cached_tokens=reused,
         )
+
+
+def take_parameters(request: Any) -> object:
+    """What a client sent as ``kv_transfer_params``. vLLM takes anything (as ``vllm_xargs``), and looks something up
+    in it once the connector has seen the request; so what is no object is taken away."""
+    sent: object = request.kv_transfer_params
+    if not isinstance(sent, dict):
+        request.kv_transfer_params = None
+    return sent
 
 
 def do_before_forward(output: Any) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.vllm.compat.layers import attention_layers, has_shared_caches, window_of, write_kv
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
 
@@ -38,6 +40,11 @@ class KVLayers:
     def windowed(self) -> tuple[int, ...]:
         """Layers with a sliding window."""
         return tuple(index for index in range(len(self.layers)) if index not in self.full)
+
+    def format(self, dtype: torch.dtype, tails: WindowTails) -> KVFormat:
+        """What entries of these layers look like, as this rank has them."""
+        layer = self.layers[0]
+        return KVFormat(len(self), layer.num_kv_heads, layer.head_size, layer.head_size_v, dtype, tails)
 
     @property
     def free_blocks(self) -> list[range]:

@@ -1,18 +1,34 @@
 """Tensor parallelism: which heads this rank has, and what all ranks agree on."""
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.engines.vllm.compat.running import get_tp_group
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
+class RankLostError(BaseException):
+    """The model failed on one of several ranks, and the others wait inside it. Nobody can go on from there, so no
+    handler of ordinary failures should get hold of this."""
+
+
+class _ElsewhereError(Exception):
+    """Another rank failed."""
+
+
 class Ranks:
-    """The tensor-parallel ranks, seen from one of them."""
+    """The tensor-parallel ranks, seen from one of them.
+
+    They meet in collective operations, which all of them have to reach in the same order, whatever fails on one. So
+    everything that may fail is either followed by a vote, or done *together*: then ranks vote before each pass of the
+    model, and one that fails votes against going on, once, wherever it is. All of them leave at the same vote."""
 
     def __init__(self, model_config: Any, layers: int) -> None:
         self._group = get_tp_group()
@@ -31,12 +47,39 @@ class Ranks:
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._group.cpu_group)
         return votes.bool().tolist()
 
+    def together(self, work: Callable[[], T], what: str) -> T | None:
+        """Do something that runs the model, on all ranks. ``None`` on all of them if it failed on one, outside of the
+        model; on a single rank also inside."""
+        result: T | None = None
+        is_done = False
+        try:
+            result, is_done = work(), True
+        except _ElsewhereError:
+            return None  # all have voted
+        except Exception:
+            logger.exception("%s failed", what)
+        return result if self.all_have([is_done])[0] else None
+
+    def go_on(self) -> None:
+        """All ranks are about to meet; not if one of them failed on the way here."""
+        if self.count > 1 and not self.all_have([True])[0]:
+            raise _ElsewhereError
+
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, on the CPU."""
         total = mine.cpu()
         if self.count > 1:
+            self.go_on()
             torch.distributed.all_reduce(total, group=self._group.cpu_group)
         return total
+
+    def gather(self, mine: T) -> list[T]:
+        """What every rank has, in their order."""
+        if self.count == 1:
+            return [mine]
+        every: list[T | None] = [None] * self.count
+        torch.distributed.all_gather_object(every, mine, group=self._group.cpu_group)
+        return cast("list[T]", every)
 
     def first(self, mine: T) -> T:
         """What the first rank has: ranks that compute alike may still round differently, and one token more on one of

@@ -19,6 +19,7 @@ from kvmosaic.engines.vllm.compat.running import no_adapters, set_forward_contex
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
+from kvmosaic.engines.vllm.forward.ranks import RankLostError, Ranks
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
 from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
 
@@ -40,12 +41,14 @@ class SparseForward:
         kv: KVLayers,
         metadata: MetadataBuilder,
         *,
+        ranks: Ranks,
         arrivals: LayerArrivals | None,
         tiles: TileAttention | None,
     ) -> None:
         """``arrivals``: what is on its way into the cache; ``tiles``: attention by our own kernel, where the cache
         can be read as it is."""
         self.kv = kv
+        self._ranks = ranks
         self._config = vllm_config
         self._runner = runner
         self._metadata = metadata
@@ -177,9 +180,15 @@ class SparseForward:
                 places,
             ),
         ):
-            hidden = self._runner.model(
-                input_ids=input_ids, positions=places, intermediate_tensors=None, inputs_embeds=None
-            )
+            self._ranks.go_on()
+            try:
+                hidden = self._runner.model(
+                    input_ids=input_ids, positions=places, intermediate_tensors=None, inputs_embeds=None
+                )
+            except Exception as error:
+                if self._ranks.count == 1 or isinstance(error, _SeenEnough):
+                    raise
+                raise RankLostError("the model failed on one of several ranks") from error
             return hidden[:count]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kvmosaic.blend.base import KVPart
-from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
+from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.vllm.forward.runs import Run
@@ -29,8 +29,20 @@ class RequestBlocks(ABC):
     """Moves KV between entries and the blocks of requests."""
 
     _forward: SparseForward
-    tails: WindowTails
-    """What entries keep of layers with a sliding window."""
+    format: KVFormat
+    """Of this engine's entries: sizes are taken from it, never from an entry."""
+
+    @property
+    def tails(self) -> WindowTails:
+        """What entries keep of layers with a sliding window."""
+        return self.format.tails
+
+    def check(self, moves: Sequence[tuple[ChunkKV, int]]) -> None:
+        """Raise a ``ValueError`` if an entry is of another format: it would be written into other requests' blocks.
+        The store returns no such entry."""
+        for entry, _ in moves:
+            if entry.format != self.format:
+                raise ValueError(f"an entry of {entry.format} cannot be placed where there is {self.format}")
 
     @abstractmethod
     def place(

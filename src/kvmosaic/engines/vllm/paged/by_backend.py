@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvmosaic.blend.base import KVPart
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.rotation import CosSin, rotate_
-from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.rotary import LayerRotary, turns_for
 from kvmosaic.engines.vllm.forward.runs import Run
@@ -48,18 +47,18 @@ class BackendBlocks(RequestBlocks):
         self,
         forward: SparseForward,
         rotary: Sequence[LayerRotary | None],
-        tails: WindowTails,
+        kv_format: KVFormat,
         reader: BlockReader | None,
     ) -> None:
         self._forward = forward
-        self.tails = tails
+        self.format = kv_format
         self._rotary = rotary
         self._reader = reader
 
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], start: int) -> None:
         if not moves:
             return
-        assert all(entry.format.tails == self.tails for entry, _ in moves)
+        self.check(moves)
         kv, windowed = self._forward.kv, self.tails.layers
         # vLLM's tables do not depend on a prompt's length.
         turns = turns_for(moves, 0, self._rotary)

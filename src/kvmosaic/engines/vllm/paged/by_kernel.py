@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from kvmosaic.blend.base import KVPart
-from kvmosaic.core.entry import ChunkKV
-from kvmosaic.core.window import WindowTails
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.rotary import LayerRotary
 from kvmosaic.engines.vllm.compat.layers import paged_cache
@@ -45,9 +44,9 @@ class KernelBlocks(RequestBlocks):
     """With one kernel launch for everything."""
 
     def __init__(
-        self, forward: SparseForward, caches: PagedCaches, arrivals: LayerArrivals, tails: WindowTails
+        self, forward: SparseForward, caches: PagedCaches, arrivals: LayerArrivals, kv_format: KVFormat
     ) -> None:
-        self.tails = tails
+        self.format = kv_format
         self._forward = forward
         self._caches = caches
         self._arrivals = arrivals
@@ -61,7 +60,7 @@ class KernelBlocks(RequestBlocks):
         caches: PagedCaches,
         arrivals: LayerArrivals,
         rotary: Sequence[LayerRotary | None],
-        tails: WindowTails,
+        kv_format: KVFormat,
     ) -> "KernelBlocks | None":
         """``None`` when keys turn in ways the kernel does not know."""
         columns = {layer.columns for layer in rotary if layer}
@@ -69,11 +68,12 @@ class KernelBlocks(RequestBlocks):
             return None
         tables = [layer.table.tensor if layer and isinstance(layer.table, VllmTable) else None for layer in rotary]
         turning = replace(caches, tables=tables, columns=next(iter(columns), None))
-        return cls(forward, turning, arrivals, tails)
+        return cls(forward, turning, arrivals, kv_format)
 
     def place(
         self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], start: int
     ) -> torch.cuda.Event | None:
+        self.check(moves)
         every = [Move(_readable(entry.data), len(entry.tokens), entry.first_position, at) for entry, at in moves]
         # What is on the GPU already may be overwritten by what its stream does next, so it is read in that order.
         scatter([move for move in every if move.data.is_cuda], self._caches, blocks[0], start, self.tails)

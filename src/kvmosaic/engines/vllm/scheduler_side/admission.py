@@ -1,5 +1,6 @@
 """Which requests are put together from chunks, and how much of that fits into a step."""
 
+from kvmosaic.blend import policy_named
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.vllm.messages import Line
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
@@ -8,6 +9,10 @@ from kvmosaic.engines.vllm.shape import EngineShape
 
 TRIAL_SHARE = 0.05
 """Share of all time that trying a refused way again may cost."""
+FILL_SHARE = 0.5
+"""Share of the time of a full prefill step that a step may fill in the background."""
+LEAST_FILL_SHARE = 0.125
+"""Share of a step's tokens that it may fill however long that takes, or nothing would ever be filled."""
 
 
 class Judge:
@@ -48,14 +53,32 @@ class Admission:
 
     def tokens_to_compute(self, request: ChunkRequest, local: int) -> int:
         """Approximate tokens that are computed to bring what follows the first ``local`` tokens."""
-        missing = blended = 0
+        text, missing, stored = self._shares(request, local)
+        context = len(request.context) if missing and self._fills_first else 0
+        blended = stored + (missing if self._fills_first else 0)
+        return text + context + missing + int(request.ratio * blended)
+
+    def choice_is_long(self, request: ChunkRequest, local: int) -> bool:
+        """Whether choosing what is recomputed takes more than a step: a policy that looks at the prompt has all text
+        and missing chunks computed before it does, in one go, and some all chunks through some layers."""
+        if not request.is_probed:
+            return False
+        text, missing, stored = self._shares(request, local)
+        layers = policy_named(request.policy).chunk_layers
+        looked_at = stored * layers // self._shape.num_layers
+        return text + missing + looked_at > self._shape.step_tokens
+
+    def _shares(self, request: ChunkRequest, local: int) -> tuple[int, int, int]:
+        """Of the tokens between the first ``local`` and the question: those in no chunk, in missing chunks, in stored
+        ones."""
+        missing = stored = 0
         for span, digest in request.chunks_from(local):
             tokens = span.end - max(span.start, local)
-            is_missing = not self._mirror.has(digest)
-            missing += tokens if is_missing else 0
-            blended += tokens if not is_missing or self._fills_first else 0
-        context = len(request.context) if missing and self._fills_first else 0
-        return max(0, request.prompt.system.end - local) + context + missing + int(request.ratio * blended)
+            if self._mirror.has(digest):
+                stored += tokens
+            else:
+                missing += tokens
+        return request.prompt.question.start - local - missing - stored, missing, stored
 
     def is_faster(self, request: ChunkRequest, local: int) -> bool:
         """Whether reusing what there is is predicted to be faster than a plain prefill."""
@@ -79,7 +102,12 @@ class Admission:
         blends at once."""
         if not self._tokens_in_step:
             return True
-        return self._tokens_in_step + self.tokens_to_compute(request, local) <= self._shape.step_tokens
+        room = self._shape.step_tokens - self._tokens_in_step
+        # vLLM asks about all that wait in every step; what was too much stays so until the request has its turn.
+        if request.needed is not None and request.needed[0] == local and request.needed[1] > room:
+            return False
+        request.needed = local, self.tokens_to_compute(request, local)
+        return request.needed[1] <= room
 
     def admit(self, request: ChunkRequest, local: int) -> None:
         """The coming step loads a request."""
@@ -88,6 +116,24 @@ class Admission:
     def begin_step(self, *, is_full: bool) -> None:
         """The next step is planned from here on; it is full while requests are loaded in slices."""
         self._tokens_in_step = self._shape.step_tokens if is_full else 0
+
+    def tokens_to_fill(self) -> int:
+        """Tokens that a step may compute to fill chunks in the background."""
+        step = self._shape.step_tokens
+        if not self._is_measured("fill"):
+            return max(1, int(FILL_SHARE * step))
+        full = self._seconds("fill", step)
+        if self._is_measured("blend"):
+            full = min(full, self._seconds("blend", step))
+        room = step
+        for costs in self._costs.values():
+            line = costs["fill"]
+            if line.per_token > 0:
+                room = min(room, int((FILL_SHARE * full - line.fixed) / line.per_token))
+        return max(1, room, int(LEAST_FILL_SHARE * step))
+
+    def _is_measured(self, stage: str) -> bool:
+        return bool(self._costs) and all(stage in costs for costs in self._costs.values())
 
     def _seconds(self, stage: str, tokens: int) -> float:
         """What a stage takes on the slowest rank."""

@@ -1,79 +1,153 @@
 """Chunks that requests lacked, waiting to be filled in the background."""
 
 import time
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step
-from kvmosaic.engines.vllm.messages import ChunkFill
+from kvmosaic.engines.vllm.compat.scheduling import Borrowed, FreeBlocks, Step
+from kvmosaic.engines.vllm.messages import ChunkFill, FillSlice
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import FairQueue, Missing
+from kvmosaic.engines.vllm.shape import EngineShape
 
-STEP_TOKENS = 2048
-"""Approximate tokens that one step fills in the background; at least one chunk."""
-MAX_WAITING = 4096
-"""Maximum chunks in the backlog. The oldest ones beyond it are forgotten: the next request that lacks them brings
-them back."""
 OVERDUE_SECONDS = 1.0
 """Age from which on a chunk no longer waits for a step that computes no prompts."""
+MAX_LOOKS = 32
+"""Maximum chunks without enough free blocks that are passed over in a step."""
 
 
-class _Waiting(NamedTuple):
+@dataclass
+class _Begun:
+    """A chunk that takes several steps to fill."""
+
+    chunk: Missing
     tokens: tuple[int, ...]
-    context: tuple[int, ...]
-    since: float
+    """Its context and itself."""
+    blocks: Borrowed
+    """Its own until it is done, or until vLLM may need them."""
+    done: int = 0
+    """Tokens that are computed."""
 
 
 class FillBacklog:
     """Hands out a few chunks with each step that only decodes, so that no first token waits for them; when there is
-    no such step for long, with any step."""
+    no such step for long, with any step. A chunk that is too long for one step is filled in slices, one such chunk at
+    a time."""
 
-    def __init__(self, block_size: int, step_tokens: int = STEP_TOKENS) -> None:
-        self._block_size = block_size
-        self._step_tokens = step_tokens
-        self._waiting: dict[bytes, _Waiting] = {}
+    def __init__(self, shape: EngineShape) -> None:
+        self._shape = shape
+        self._waiting_chunks = FairQueue()
+        self._begun: _Begun | None = None
 
     def __len__(self) -> int:
-        """Chunks that wait."""
-        return len(self._waiting)
+        """Chunks that wait or are begun."""
+        return len(self._waiting_chunks) + (self._begun is not None)
 
-    def add(self, digest: bytes, tokens: tuple[int, ...], context: tuple[int, ...]) -> None:
-        """Note a missing chunk."""
-        if digest not in self._waiting:
-            self._waiting[digest] = _Waiting(tokens, context, time.monotonic())
-        while len(self._waiting) > MAX_WAITING:
-            del self._waiting[next(iter(self._waiting))]
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._waiting_chunks or (self._begun is not None and self._begun.chunk.digest == digest)
 
-    def clear(self) -> None:
-        self._waiting.clear()
+    def add(self, chunks: Iterable[Missing]) -> None:
+        """Note missing chunks."""
+        self._waiting_chunks.add(chunk for chunk in chunks if chunk.digest not in self)
 
-    def take(self, step: Step, pool: FreeBlocks) -> list[ChunkFill]:
-        """What to fill in ``step``, in blocks of ``pool`` that are free as long as it lasts: their next owner writes
-        them in a later step. Oldest first. Chunks of one context come together: the context's full blocks are
-        computed and charged once for all of them."""
-        if not self._waiting or not self._fits(step):
-            return []
-        groups: dict[tuple[int, ...], list[bytes]] = {}
+    def clear(self, pool: FreeBlocks) -> None:
+        """Forget all of them."""
+        self.let_go(pool)
+        self._waiting_chunks.clear()
+
+    def let_go(self, pool: FreeBlocks) -> None:
+        """Give back the blocks of a chunk that is begun; it is begun anew some time."""
+        if self._begun is not None:
+            pool.give_back(self._begun.blocks)
+            self._waiting_chunks.put_back(self._begun.chunk)
+            self._begun = None
+
+    def take(
+        self, step: Step, pool: FreeBlocks, room: int, *, is_full: bool = False
+    ) -> tuple[list[ChunkFill], FillSlice | None]:
+        """What to fill in ``step`` by computing about ``room`` tokens, in blocks of ``pool`` that are free as long as
+        it lasts: their next owner writes them in a later step. ``is_full``: the step computes much for chunks as it
+        is. Chunks of one context come together: the context's full blocks are computed and charged once for all of
+        them."""
+        reserve = self._shape.blocks_for(self._shape.step_tokens) + len(step.scheduled)
+        if self._begun is not None and (step.total_tokens == 0 or pool.count < reserve):
+            self.let_go(pool)  # vLLM may have no room for what it is to compute next
+        if not self._has_time(step, is_full):
+            return [], None
+        if self._begun is None and self._waiting_chunks:
+            self._begin(pool, room, reserve)
+        begun = self._begun
+        slice_ = self._slice(begun, room) if begun is not None else None
+        fills = self._fill(pool, room - (len(slice_.tokens) if slice_ else 0))
+        if begun is not None and slice_ is not None and slice_.is_last:
+            pool.give_back(begun.blocks)
+            self._begun = None
+        return fills, slice_
+
+    def _has_time(self, step: Step, is_full: bool) -> bool:
+        if step.total_tokens == 0 or not len(self):
+            return False
+        if step.only_decodes and not is_full:
+            return True
+        since = [self._begun.chunk.since] if self._begun is not None else []
+        since += [self._waiting_chunks.oldest] if self._waiting_chunks else []
+        return time.monotonic() - min(since) > OVERDUE_SECONDS
+
+    def _begin(self, pool: FreeBlocks, room: int, reserve: int) -> None:
+        """Begin to fill the chunk whose turn it is, if it is too long for a step."""
+        for _ in range(min(MAX_LOOKS, len(self._waiting_chunks))):
+            chunk = self._waiting_chunks.next()
+            if len(chunk.context) + len(chunk.tokens) <= room:
+                return
+            count = self._shape.blocks_for(len(chunk.context) + len(chunk.tokens))
+            if count + reserve <= pool.count:
+                self._begun = _Begun(self._waiting_chunks.take(), chunk.context + chunk.tokens, pool.borrow(count))
+                return
+            self._waiting_chunks.pass_over()
+
+    def _slice(self, begun: _Begun, room: int) -> FillSlice:
+        """The next tokens of a chunk: as many as there is room for, or half of that while others wait."""
+        room = max(1, room // 2 if self._waiting_chunks else room)
+        start, tokens = begun.done, begun.tokens[begun.done : begun.done + room]
+        begun.done += len(tokens)
+        return FillSlice(
+            digest=begun.chunk.digest,
+            context_tokens=len(begun.chunk.context),
+            start=start,
+            tokens=tokens,
+            blocks=(begun.blocks.ids,),
+            is_last=begun.done == len(begun.tokens),
+        )
+
+    def _fill(self, pool: FreeBlocks, room: int) -> list[ChunkFill]:
+        """Chunks that are filled as a whole, in turns."""
+        groups: dict[tuple[int, ...], list[Missing]] = {}
         counts: dict[tuple[int, ...], int] = {}
-        room, free = self._step_tokens, pool.count
-        for digest, chunk in self._waiting.items():
-            shared = len(chunk.context) // self._block_size * self._block_size
-            computed = len(chunk.context) - shared + len(chunk.tokens)
-            computed += shared if chunk.context not in groups else 0
-            count = -(-computed // self._block_size)
-            if (groups and computed > room) or count > free:
-                break
-            groups.setdefault(chunk.context, []).append(digest)
+        free, looks = pool.count, min(MAX_LOOKS, len(self._waiting_chunks))
+        while self._waiting_chunks and looks:
+            chunk = self._waiting_chunks.next()
+            once, each = self._shape.fill_shares(len(chunk.context))
+            computed = each + len(chunk.tokens) + (0 if chunk.context in groups else once)
+            count = self._shape.blocks_for(computed)
+            if computed > room and self._begun is None:
+                break  # it is its turn in the next step, too
+            if computed > room or count > free:
+                looks -= 1
+                if count > free:
+                    self._waiting_chunks.pass_over()
+                else:
+                    self._waiting_chunks.skip()
+                continue
+            groups.setdefault(chunk.context, []).append(self._waiting_chunks.take())
             counts[chunk.context] = counts.get(chunk.context, 0) + count
             room, free = room - computed, free - count
         borrowed = {context: pool.borrow(count) for context, count in counts.items()}
-        fills = []
-        for context, digests in groups.items():
-            chunks = tuple((digest, self._waiting.pop(digest).tokens) for digest in digests)
-            fills.append(ChunkFill(context=context, chunks=chunks, blocks=(borrowed[context].ids,)))
         for blocks in borrowed.values():
             pool.give_back(blocks)
-        return fills
-
-    def _fits(self, step: Step) -> bool:
-        if step.total_tokens == 0:
-            return False
-        oldest = next(iter(self._waiting.values()))
-        return step.only_decodes or time.monotonic() - oldest.since > OVERDUE_SECONDS
+        return [
+            ChunkFill(
+                context=context,
+                chunks=tuple((chunk.digest, chunk.tokens) for chunk in chunks),
+                blocks=(borrowed[context].ids,),
+            )
+            for context, chunks in groups.items()
+        ]

@@ -1,12 +1,22 @@
 """Block hashes that are a request's own."""
 
-import hashlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvmosaic.engines.vllm.compat.scheduling import block_hasher, set_block_hasher
+from kvmosaic.engines.vllm.compat.scheduling import HIDDEN, block_hasher, set_block_hasher
+
+
+class BlockSalt(NamedTuple):
+    """What is mixed into the hashes of blocks ``first .. end-1``, or of all from ``first`` on."""
+
+    digest: bytes
+    """32 bytes of a cryptographic hash."""
+    first: int
+    end: int | None
+    is_hidden: bool = True
+    """Whether vLLM's events leave these blocks out."""
 
 
 class BlockSalts:
@@ -14,24 +24,24 @@ class BlockSalts:
 
     KV that is not what vLLM would have computed must never be found by a request that it was not made for; the same
     request asked again may find it. A plain hash covers all tokens up to its block, so salting each is enough and
-    costs no second hashing."""
+    costs no second hashing. Hidden ones end in a mark, by which they are kept out of vLLM's events."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
         self._original = block_hasher(request)
         self.plain = list(request.block_hashes)
         """The hashes without salts."""
-        self._salts: list[tuple[int, int | None, NDArray[np.uint8]]] = []
-        """First block, end, and what is mixed into the hashes between them."""
+        self._salts: list[BlockSalt] = []
         if self._original is not None:  # else nothing is ever hashed
             set_block_hasher(request, self._hash)
 
-    def add(self, salt: bytes, first: int, end: int | None = None) -> None:
-        """Salt the hashes of blocks ``first .. end-1``, or of all from ``first`` on, also those not full yet.
-        Never the same salt twice: that would undo it."""
-        self._salts.append((first, end, np.frombuffer(hashlib.sha256(salt).digest(), np.uint8)))
+    def add(self, salts: Sequence[BlockSalt]) -> None:
+        """Salt blocks, also those not full yet. Never the same salt twice: that would undo it."""
+        self._salts += salts
         hashes = self._request.block_hashes
-        hashes[first:end] = self._salted(self.plain[: len(hashes)][first:end], first)
+        if salts and hashes:
+            first = min(salt.first for salt in salts)
+            hashes[first:] = _salted(hashes[first:], first, salts)
 
     def _hash(self, request: Any) -> list[Any]:
         mine = request.block_hashes
@@ -41,15 +51,20 @@ class BlockSalts:
         new = self._original(request)
         request.block_hashes = mine
         self.plain.extend(new)
-        return self._salted(new, len(mine))
+        return _salted(new, len(mine), self._salts)
 
-    def _salted(self, hashes: list[Any], block: int) -> list[Any]:
-        """What stands in for ``hashes`` of the blocks from ``block`` on: as hard to meet by chance."""
-        if not hashes:
-            return []
-        size = len(hashes[0])
-        mixed = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), size).copy()
-        for first, end, salt in self._salts:
-            mixed[max(0, first - block) : None if end is None else max(0, end - block)] ^= salt[-size:]
-        joined = mixed.tobytes()  # a prompt may have thousands
-        return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+def _salted(hashes: list[Any], block: int, salts: Sequence[BlockSalt]) -> list[Any]:
+    """What stands in for ``hashes`` of the blocks from ``block`` on: as hard to meet by chance."""
+    if not hashes:
+        return []
+    size = len(hashes[0])
+    mixed = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), size).copy()
+    for digest, first, end, is_hidden in salts:
+        if end is None or end > block:
+            rows = slice(max(0, first - block), None if end is None else end - block)
+            mixed[rows] ^= np.frombuffer(digest, np.uint8)[-size:]
+            if is_hidden:
+                mixed[rows, -len(HIDDEN) :] = np.frombuffer(HIDDEN, np.uint8)
+    joined = mixed.tobytes()  # a prompt may have thousands
+    return [joined[at : at + size] for at in range(0, len(joined), size)]

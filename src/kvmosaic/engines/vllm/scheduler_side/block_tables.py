@@ -1,6 +1,12 @@
 """Which blocks the forward of a step is going to write."""
 
+from dataclasses import replace
+from typing import TypeVar
+
 from kvmosaic.engines.vllm.compat.scheduling import Step
+from kvmosaic.engines.vllm.messages import ChunkLoad, PrefixLoad
+
+Load = TypeVar("Load", ChunkLoad, PrefixLoad)
 
 
 class BlockTables:
@@ -43,3 +49,10 @@ class BlockTables:
             end = start + step.scheduled[request_id]
             written.update(self._tables.get(request_id, [])[start // size : -(-end // size)])
         return written
+
+    def start_before(self, unwritten: set[int], load: Load) -> Load:
+        """The load, starting early enough to compute blocks that vLLM's prefix cache has in name only: the forward of
+        this very step writes them, and ours runs before it."""
+        known = load.blocks[0][: load.start // self._block_size]
+        written = next((index for index, block in enumerate(known) if block in unwritten), len(known))
+        return replace(load, start=written * self._block_size)

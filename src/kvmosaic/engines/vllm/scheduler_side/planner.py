@@ -7,6 +7,7 @@ from typing import Any
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
+from kvmosaic.core.limits import shown_id
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.engines.identity import chunk_context
 from kvmosaic.engines.results import Fallback
@@ -16,6 +17,8 @@ from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.support import looks_inside, policy_served
 
 logger = logging.getLogger(__name__)
+
+_NOT_SERVED = "request %s is served without the chunk cache: %s"
 
 
 class Planner:
@@ -29,21 +32,26 @@ class Planner:
         self._sink = sink
         self._shape = shape
 
-    def plan(self, request: Any) -> ChunkRequest | Fallback | None:
+    def plan(self, request: Any, params: RequestParameters) -> ChunkRequest | Fallback | None:
         """A request with chunks, the reason why it is served plainly, or ``None`` when it has no chunks."""
-        if not request.prompt_token_ids:
+        if params.refused is not None:
+            logger.warning(_NOT_SERVED, shown_id(request.request_id), params.problem)
+            return params.refused
+        if not request.prompt_token_ids or not params.chunk_cache:
             return None
         try:
-            params = RequestParameters.of(request)
-            if not params.chunk_cache:
-                return None
-            prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
-            ratio = self._config.recompute_ratio if params.recompute_ratio is None else float(params.recompute_ratio)
-            policy = self._config.policy if params.policy is None else params.policy
-            policy_served(policy, self._shape.num_layers)
+            return self._plan(request, params)
         except KvmosaicError as error:
-            logger.warning("request %s is served without the chunk cache: %s", request.request_id, error)
-            return Fallback.BAD_PARAMETERS
+            logger.warning(_NOT_SERVED, shown_id(request.request_id), error)
+        except Exception:  # whatever a client found: it is the only one to notice
+            logger.exception(_NOT_SERVED, shown_id(request.request_id), "it cannot be read")
+        return Fallback.BAD_PARAMETERS
+
+    def _plan(self, request: Any, params: RequestParameters) -> ChunkRequest | Fallback | None:
+        prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
+        ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
+        policy = self._config.policy if params.policy is None else params.policy
+        policy_served(policy, self._shape.num_layers)
         if not prompt.chunks:
             return None
         reason = _cannot_be_reused(request)
@@ -53,7 +61,7 @@ class Planner:
             logger.warning(
                 "request %s is prefilled: %s at ratio %g looks inside chunks, of which layers with a sliding window "
                 "keep only the last %d tokens; start the engine with that ratio, or with window_tails=false",
-                *(request.request_id, policy, ratio, self._shape.window_tail),
+                *(shown_id(request.request_id), policy, ratio, self._shape.window_tail),
             )
             return Fallback.WINDOW
         context = chunk_context(self._config.chunk_context, prompt, self._sink)
@@ -61,9 +69,10 @@ class Planner:
         digests = tuple(content_hash(tokens[span.start : span.end], context, algorithm) for span in prompt.chunks)
         if request.cache_salt is not None:
             # A client that asks to be kept apart from others in vLLM's prefix cache is kept apart here.
-            salt = request.cache_salt.encode()
+            salt = request.cache_salt.encode(errors="surrogatepass")  # JSON can write half of a character
             digests = tuple(hashlib.sha256(salt + digest).digest()[: len(digest)] for digest in digests)
-        return ChunkRequest(request.request_id, prompt, ratio, policy, context, digests)
+        turn_ends = tuple(self._parser.turn_ends(prompt))
+        return ChunkRequest(request.request_id, prompt, ratio, policy, context, digests, turn_ends)
 
 
 def _cannot_be_reused(request: Any) -> Fallback | None:

@@ -4,6 +4,7 @@ it.
 A segment is an entry like a chunk's, with the whole prompt before it as its context: KV that vLLM itself computed,
 kept where it was. Requests with blended chunks have none of their own; their KV is an approximation."""
 
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -15,7 +16,7 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm.compat.scheduling import KVCacheEvent, Step
 from kvmosaic.engines.vllm.messages import ChunkFetch, PrefixLoad, PrefixSave, StepWork
-from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalts
+from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts
 from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
 from kvmosaic.engines.vllm.scheduler_side.prefix_events import EventGroup, PrefixEvents
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
@@ -40,6 +41,8 @@ class _Exact:
     """Ranks that have yet to fetch; ``None`` before anybody was asked to."""
     deadline: float = 0.0
     """When to stop waiting; 0 before it waits."""
+    is_stale: bool = False
+    """Whether weights changed since it came: what it computed must not be saved."""
     salts: BlockSalts | None = None
     cut_from: dict[int, int] = field(default_factory=dict)
     """By segment: the token from whose block on its blocks, where vLLM's prefix cache has them, lack what tokens
@@ -119,8 +122,7 @@ class PrefixScheduler:
                 work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=pairs))
         index = local // self._segment
         # Then vLLM cannot go on from here by itself; what the store lacks of the segment, the worker computes.
-        begins_inside = local > exact.cut_from.get(index, local)
-        exact.end = (index + 1) * self._segment if begins_inside else local
+        exact.end = (index + 1) * self._segment if self.begins_inside(request, local) else local
         if exact.waiting_for is None or exact.waiting_for:
             if time.monotonic() < exact.deadline:
                 return None
@@ -130,6 +132,16 @@ class PrefixScheduler:
             for each in range(index, exact.end // self._segment):
                 self._salt(exact, each, max(local, each * self._segment))
         return exact.end - local
+
+    def begins_inside(self, request: Any, local: int) -> bool:
+        """Whether the first ``local`` tokens of a request end where layers with a sliding window lack what comes
+        before."""
+        exact = self._requests.get(request.request_id)
+        return exact is not None and local > exact.cut_from.get(local // self._segment, local)
+
+    def forget(self, request_id: str) -> None:
+        """A request is none of ours any more."""
+        self._requests.pop(request_id, None)
 
     def allocated(self, request: Any, blocks: Any, num_external: int, work: StepWork) -> None:
         """The request got its blocks: have loaded in the coming step what vLLM was told there is."""
@@ -191,6 +203,14 @@ class PrefixScheduler:
         for exact in self._requests.values():
             exact.saved = 0
 
+    def change_weights(self) -> None:
+        """What is stored is of no use with the weights that there are now, and what runs is not worth saving."""
+        self._finished.clear()
+        if self._events is not None:
+            self._events.clear()
+        for exact in self._requests.values():
+            exact.is_stale = True
+
     def _stored_until(self, exact: _Exact, local: int) -> int:
         """How far the store has the request's tokens without a gap, leaving at least one to compute."""
         index = local // self._segment
@@ -200,6 +220,8 @@ class PrefixScheduler:
 
     def _complete(self, exact: _Exact, computed: int, blocks: Sequence[int]) -> list[PrefixSave]:
         """What is to be saved of the first ``computed`` tokens, in one message for all segments."""
+        if exact.is_stale:
+            return []
         tokens = exact.request.all_token_ids
         limit = exact.request.num_prompt_tokens if self._shape.has_drafts else len(tokens)
         ready = min(computed, limit) // self._segment
@@ -244,7 +266,8 @@ class PrefixScheduler:
             return
         digest = self._digest(exact, index)
         exact.salts = exact.salts or BlockSalts(exact.request)
-        exact.salts.add(digest, start // self._shape.hash_block_size, end // self._shape.hash_block_size)
+        size = self._shape.hash_block_size
+        exact.salts.add([BlockSalt(hashlib.sha256(digest).digest(), start // size, end // size)])
         exact.cut_from[index] = start
         self._cut[digest] = None
         while len(self._cut) > REMEMBERED:

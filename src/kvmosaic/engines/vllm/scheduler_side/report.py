@@ -15,7 +15,7 @@ def reuse_report(request: ChunkRequest, local: int, mirror: StoreMirror, lacking
         if span.end <= local:
             chunks.append(ChunkReport(span, "cached", "prefix-cache", None))
             continue
-        tier = request.fetched_from.get(digest) or mirror.tier(digest)
+        tier = None if digest in request.filled else request.fetched_from.get(digest) or mirror.tier(digest)
         chunks.append(ChunkReport(span, "cached" if tier else lacking, tier, None if tier else "missing"))
         reused += (span.end - max(span.start, local)) * (1 - request.ratio) if tier else 0
     return {

@@ -27,6 +27,8 @@ class StoreMirror:
         self._fastest.add(report.fastest)
         self._heard_of.add(report.rank)
         tiers = self._tiers[report.rank]
+        if report.is_all:
+            tiers.clear()
         for digest, tier in report.changes.items():
             if tier is None:
                 tiers.pop(digest, None)

@@ -4,6 +4,9 @@ vLLM carries the numbers itself: each step it takes every worker's and the sched
 sends the plain ``data`` to the process that logs and serves ``/metrics``.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,6 +14,8 @@ from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvmosaic.engines.results import Fallback
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "kvmosaic:"
 """What the names of all our Prometheus metrics start with."""
@@ -24,8 +29,13 @@ CountName = Literal[
     "tokens",
     "evictions",
     "write_errors",
+    "errors",
+    "dropped_writes",
 ]
 LevelName = Literal["tier_bytes", "tier_entries"]
+FailingStage = Literal[
+    "lookup", "fetch", "place", "fill", "choose", "compute", "store", "clear", "statistics", "schedule"
+]
 Stage = Literal["lookup", "fetch", "fill", "remap", "probe", "blend", "load", "predicted"]
 
 
@@ -43,7 +53,9 @@ class Labelled(NamedTuple):
 COUNTS: dict[CountName, Labelled] = {
     "chunk_hits": Labelled("Chunks found, by the tier that held them.", "tier", ("device", "host", "disk", "remote")),
     "chunk_misses": Labelled(
-        "Chunks not found, by reason.", "reason", ("new", "evicted", "corrupt", "collision", "error", "other-rank")
+        "Chunks not found, by reason.",
+        "reason",
+        ("new", "evicted", "corrupt", "collision", "error", "slow-tier", "other-rank"),
     ),
     "chunks_filled": Labelled("Chunks whose canonical KV was computed and stored."),
     "requests": Labelled(
@@ -63,6 +75,12 @@ COUNTS: dict[CountName, Labelled] = {
     ),
     "evictions": Labelled("Entries evicted to make room."),
     "write_errors": Labelled("Entries that a tier failed to store."),
+    "errors": Labelled(
+        "Failures inside the chunk cache that requests were served in spite of, by what failed.",
+        "stage",
+        get_args(FailingStage),
+    ),
+    "dropped_writes": Labelled("Entries not written to the slower tiers, as too many were waiting for that."),
 }
 # No values: a tier that is not configured has no level, not a level of zero.
 LEVELS: dict[LevelName, Labelled] = {
@@ -100,6 +118,19 @@ class ChunkStats(KVConnectorStats):
         labels = self.data["counts"].setdefault(name, {})
         key = _plain(label)
         labels[key] = labels.get(key, 0) + int(amount)
+
+    @contextmanager
+    def doing_without(self, what: str) -> Iterator[None]:
+        """What is inside may fail in the scheduler's process: nothing else depends on it."""
+        try:
+            yield
+        except Exception:
+            logger.exception("%s failed; the engine goes on without", what)
+            self.failed("schedule")
+
+    def failed(self, stage: FailingStage) -> None:
+        """Something failed, and was done without."""
+        self.count("errors", stage)
 
     def count_alike(self, name: CountName, label: str, amount: int = 1) -> None:
         """Something happened ``amount`` times on all ranks alike: the first one counts."""

@@ -1,6 +1,5 @@
 """Asks policies which chunk tokens of a request are recomputed."""
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,10 +14,10 @@ from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.probe import VllmProbe
 
-logger = logging.getLogger(__name__)
-
 REMEMBERED = 1024
 """Maximum prompts whose choice is remembered."""
+REMEMBERED_TOKENS = 2**24
+"""Maximum chosen tokens that are remembered, of all prompts together."""
 
 
 class _Choice(NamedTuple):
@@ -49,23 +48,32 @@ class Blender:
         self._paged = paged
         self._ranks = ranks
         self._choices: dict[bytes, _Choice] = {}
+        self._remembered = 0
+        """Chosen tokens of all of them."""
 
     def clear(self) -> None:
         """Forget all choices."""
         self._choices.clear()
+        self._remembered = 0
 
-    def prepare(self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]]) -> Blend:
-        """A blend of the chunks that ``moves`` put in place."""
+    def prepare(self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]]) -> Blend | None:
+        """A blend of the chunks that ``moves`` put in place; ``None`` if that failed on some rank."""
         probe = VllmProbe(load, moves, self._forward, self._paged, self._ranks)
         if not moves or load.ratio in (0, 1):
             return Blend(load, probe, None, False)
         known = self._choices.get(load.blend_digest())
+        if not self._ranks.all_have([known is not None])[0]:  # one may have failed to choose before
+            known = None
         if known is not None:
             return Blend(load, probe, known, known.computed_layer is not None)
-        return Blend(load, probe, None, policy_named(load.policy).probes(probe, load.ratio))
+        needs_context = self._ranks.together(
+            lambda: policy_named(load.policy).probes(probe, load.ratio), f"policy {load.policy}"
+        )
+        return None if needs_context is None else Blend(load, probe, None, needs_context)
 
-    def choose(self, blend: Blend) -> np.ndarray:
-        """Tokens to recompute, ``[tokens]``, ascending, from the load's start on."""
+    def choose(self, blend: Blend) -> np.ndarray | None:
+        """Tokens to recompute, ``[tokens]``, ascending, from the load's start on; ``None`` if choosing failed on some
+        rank: chunks then may hold anything."""
         load, probe, choice, needs_context = blend
         if not probe.chunk_tokens or load.ratio == 0:
             return np.empty(0, dtype=np.int64)
@@ -73,23 +81,27 @@ class Blender:
             chosen = probe.positions().numpy()
             return chosen[chosen >= load.start]
         if choice is None:
-            choice = self._ask(load, probe, needs_context)
+            choice = self._ranks.together(lambda: self._ask(load, probe, needs_context), f"policy {load.policy}")
+            if choice is None:
+                return None
+            choice = choice._replace(positions=self._ranks.first(choice.positions))
             if len(probe.prompt.chunks) == len(load.prompt.chunks):  # else it is no choice for the whole prompt
-                self._choices[load.blend_digest()] = choice
+                digest = load.blend_digest()
+                if digest not in self._choices:
+                    self._remembered += len(choice.positions)
+                    self._choices[digest] = choice
         elif choice.computed_layer is not None:
-            probe.compute_chunks(choice.computed_layer)
-        while len(self._choices) > REMEMBERED:
-            del self._choices[next(iter(self._choices))]
+            layer = choice.computed_layer
+            if self._ranks.together(lambda: probe.compute_chunks(layer), "computing chunks") is None:
+                return None
+        while len(self._choices) > REMEMBERED or self._remembered > REMEMBERED_TOKENS:
+            self._remembered -= len(self._choices.pop(next(iter(self._choices))).positions)
         return choice.positions[choice.positions >= load.start]
 
     def _ask(self, load: ChunkLoad, probe: VllmProbe, has_context: bool) -> _Choice:
         policy = policy_named(load.policy)
-        try:
-            # What a choice takes that does not look at the prompt says nothing of the others.
-            with self._timer.stage("probe", load.prompt.question.start - load.start if policy.reads_content else 0):
-                chosen = choose(policy, probe, load.ratio).positions
-            assert has_context or not probe.charged, "the policy probed without saying so"
-        except Exception:
-            logger.exception("policy %s failed; request %s is recomputed as a whole", load.policy, load.request_id)
-            chosen = tuple(probe.positions().tolist())
-        return _Choice(self._ranks.first(np.array(chosen, dtype=np.int32)), probe.computed_layer)
+        # What a choice takes that does not look at the prompt says nothing of the others.
+        with self._timer.stage("probe", load.prompt.question.start - load.start if policy.reads_content else 0):
+            chosen = choose(policy, probe, load.ratio).positions
+        assert has_context or not probe.charged, "the policy probed without saying so"
+        return _Choice(np.array(chosen, dtype=np.int32), probe.computed_layer)

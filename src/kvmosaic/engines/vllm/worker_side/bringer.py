@@ -1,13 +1,14 @@
 """Brings what the store has of a request into its blocks."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.limits import shown_id
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.vllm.forward.ranks import Ranks
@@ -15,8 +16,9 @@ from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
-from kvmosaic.store import LookupResult, MissReason
+from kvmosaic.store import Fetched, LookupResult, MissReason
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Bringer:
     def __init__(
         self,
         cache: ChunkCache,
+        fetcher: ChunkFetcher,
         paged: RequestBlocks,
         filler: ChunkFiller,
         block_sizes: Sequence[int],
@@ -57,6 +60,7 @@ class Bringer:
         stats: ChunkStats,
     ) -> None:
         self._cache = cache
+        self._fetcher = fetcher
         self._paged = paged
         self._filler = filler
         self._block_sizes = block_sizes
@@ -67,14 +71,6 @@ class Bringer:
     def bring(self, load: ChunkLoad, pins: ExitStack) -> Brought | None:
         """Put in place what the store can give. ``None`` if that failed on some rank. While ``pins`` are open, no
         other thread puts anything in the entries' place: the GPU may be told to read them only later."""
-        try:
-            brought = self._bring(load, pins)
-        except Exception:
-            logger.exception("could not load the chunks of request %s; it is prefilled instead", load.request_id)
-            brought = None
-        return brought if self._ranks.all_have([brought is not None])[0] else None
-
-    def _bring(self, load: ChunkLoad, pins: ExitStack) -> Brought:
         prompt = load.prompt
         context = self._cache.context_of(prompt)
         chunks = [
@@ -83,16 +79,28 @@ class Bringer:
             if span.end > load.start
         ]
         remainder = self._system_remainder(load)
-        pins.enter_context(self._cache.store.pin([segment.key for segment in (*remainder, *chunks)]))
         with self._timer.stage("lookup"):
-            entries = self._find(chunks, remainder)
+            entries = self._find(chunks, remainder, load, pins)
         missing = [segment for segment in chunks if segment.key not in entries]
         if missing and load.fill:
-            entries |= self._fill(missing, load)
+            filled = self._ranks.together(lambda: self._fill(missing, load), "filling chunks")
+            if filled is None:
+                self._stats.failed("fill")
+            entries |= filled or {}
         usable = [segment for segment in (*remainder, *chunks) if segment.key in entries]
         placed = [(entries[segment.key], segment.span.start) for segment in usable]
-        with self._timer.stage("remap", sum(len(segment.tokens) for segment in usable)) as remap:
-            remap.end = self._paged.place(placed, load.blocks, load.start)
+        is_placed = False
+        try:
+            with self._timer.stage("remap", sum(len(segment.tokens) for segment in usable)) as remap:
+                remap.end = self._paged.place(placed, load.blocks, load.start)
+            is_placed = True
+        except Exception:
+            logger.exception(
+                "could not load the chunks of request %s; it is prefilled instead", shown_id(load.request_id)
+            )
+            self._stats.failed("place")
+        if not self._ranks.all_have([is_placed])[0]:
+            return None
         return Brought(
             [segment.span for segment in usable],
             [(entries[segment.key], segment.span.start) for segment in chunks if segment.key in entries],
@@ -110,12 +118,23 @@ class Bringer:
         tokens, context = prompt.tokens_of(span), prompt.token_ids[: span.start]
         return [Segment(span, tokens, context, self._cache.key(tokens, context))]
 
-    def _find(self, chunks: Sequence[Segment], remainder: Sequence[Segment]) -> dict[ChunkKey, ChunkKV]:
-        """The entries that every rank has."""
+    def _find(
+        self, chunks: Sequence[Segment], remainder: Sequence[Segment], load: ChunkLoad, pins: ExitStack
+    ) -> dict[ChunkKey, ChunkKV]:
+        """The entries that every rank has, in memory or fetched for the request. No slower tier is asked: others wait
+        for this step."""
         entries: dict[ChunkKey, ChunkKV] = {}
         segments = list({segment.key: segment for segment in (*chunks, *remainder)}.values())
-        absent = self._cache.store.absent(segment.key for segment in segments)
-        results = [self._look_up(segment, segment not in remainder, absent) for segment in segments]
+        results = [LookupResult(None, None, MissReason.ERROR)] * len(segments)
+        try:
+            pins.enter_context(self._cache.store.pin([segment.key for segment in segments]))
+            held = self._fetcher.held(load.request_id)
+            results = [self._look_up(segment, segment not in remainder, held) for segment in segments]
+            slow = zip(segments, results, strict=True)
+            self._fetcher.bring_up([segment.key for segment, found in slow if found.reason == MissReason.SLOW])
+        except Exception:
+            logger.exception("could not look up the chunks of request %s", shown_id(load.request_id))
+            self._stats.failed("lookup")
         agreed = self._ranks.all_have([result.entry is not None for result in results])
         for segment, result, is_everywhere in zip(segments, results, agreed, strict=True):
             if is_everywhere:
@@ -127,12 +146,13 @@ class Bringer:
                 self._stats.count_alike("chunk_misses", result.reason.value if result.reason else "other-rank")
         return entries
 
-    def _look_up(self, segment: Segment, counted: bool, absent: Collection[tuple[int, ChunkKey]]) -> LookupResult:
+    def _look_up(self, segment: Segment, counted: bool, held: Mapping[ChunkKey, Fetched]) -> LookupResult:
         """An error is a miss: other ranks may have none, and all have to vote on the same segments."""
         try:
-            return self._cache.store.lookup(segment.key, segment.tokens, segment.context, counted, absent)
+            return self._cache.store.lookup(segment.key, segment.tokens, segment.context, counted, held=held)
         except Exception:
             logger.exception("could not look up a chunk of %d tokens", len(segment.tokens))
+            self._stats.failed("lookup")
             return LookupResult(None, None, MissReason.ERROR)
 
     def _fill(self, missing: Sequence[Segment], load: ChunkLoad) -> dict[ChunkKey, ChunkKV]:

@@ -3,53 +3,93 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
 
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.store import ChunkStorageManager
+from kvmosaic.core.limits import shown_id
+from kvmosaic.store import ChunkStorageManager, Fetched
 from kvmosaic.store.streams import on_side_stream, record_event
+from kvmosaic.store.tiers.host import taken_bytes
 
 logger = logging.getLogger(__name__)
 
+FETCHES_AT_ONCE = 4
+"""Number of threads, so that one slow fetch does not hold up all others."""
+MAX_WAITING = 256
+"""Maximum fetches that wait for a thread. Those beyond it are over at once: their requests do without."""
+HELD_BYTES = 4 * 1024**3
+"""Maximum bytes of entries that are kept alive for requests because the fastest tier has no room for them."""
+
+
+@dataclass(eq=False)
+class _Fetch:
+    keys: Sequence[ChunkKey]
+    request_id: str | None
+    """Who waits for it, if anybody does."""
+    begin: float = field(default_factory=time.perf_counter)
+    after: torch.cuda.Event | None = field(default_factory=record_event)
+    """What the GPU has to be through with first."""
+    pins: ExitStack = field(default_factory=ExitStack)
+    entries: dict[ChunkKey, Fetched] = field(default_factory=dict)
+    """What the fastest tier had no room for."""
+    is_released: bool = False
+
 
 class ChunkFetcher:
-    """One thread that fetches. What was fetched for a request stays pinned until it is released."""
+    """A few threads that fetch. What was fetched for a request is there until it is released: pinned in the fastest
+    tier, or kept here."""
 
     def __init__(self, store: ChunkStorageManager) -> None:
         self._store = store
-        self._held: dict[str, ExitStack] = {}
+        self._fetches: dict[str, _Fetch] = {}
+        """By request: the one that was started last."""
         self._finished: dict[str, float] = {}
+        self._waiting = 0
+        self._held_bytes = 0
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvmosaic-fetch")
+        """Guards all of the above. Nothing is waited for while it is held."""
+        self._threads = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="kvmosaic-fetch")
 
     def start(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
         """Fetch ``keys``; the request appears in :meth:`take_finished` when that is over, well or badly."""
         self.release(request_id)
-        pins = self._held[request_id] = ExitStack()
-        pins.enter_context(self._store.pin(keys))
-        after, begin = record_event(), time.perf_counter()
+        fetch = _Fetch(keys, request_id)
+        with self._lock:
+            self._fetches[request_id] = fetch
+        try:
+            fetch.pins.enter_context(self._store.pin(keys))
+            if self._submit(fetch):
+                return
+        except Exception:
+            logger.exception("could not start to fetch chunks for request %s", shown_id(request_id))
+        self._finish(fetch)
 
-        def fetch() -> None:
-            try:
-                with on_side_stream(after):
-                    self._store.fetch(keys)
-            except Exception:
-                logger.exception(
-                    "could not fetch chunks for request %s; they are looked up where they are", request_id
-                )
-            finally:
-                with self._lock:
-                    self._finished[request_id] = time.perf_counter() - begin
+    def bring_up(self, keys: Sequence[ChunkKey]) -> None:
+        """Fetch ``keys`` for whoever will need them next, if there is time for it."""
+        if keys:
+            self._submit(_Fetch(keys, None))
 
-        self._thread.submit(fetch)
+    def held(self, request_id: str) -> Mapping[ChunkKey, Fetched]:
+        """What was fetched for a request and is in no fast tier."""
+        fetch = self._fetches.get(request_id)
+        return {} if fetch is None else fetch.entries
 
     def release(self, request_id: str) -> None:
         """The request no longer needs what was fetched for it, or never did."""
-        pins = self._held.pop(request_id, None)
-        if pins is not None:
-            pins.close()
+        with self._lock:
+            fetch = self._fetches.pop(request_id, None)
+            if fetch is None:
+                return
+            fetch.is_released = True
+            self._held_bytes -= sum(taken_bytes(each.entry.data) for each in fetch.entries.values())
+            fetch.entries = {}
+            self._finished.pop(request_id, None)
+        fetch.pins.close()
 
     def take_finished(self) -> dict[str, float]:
         """Requests whose fetch ended since the last call, and how many seconds they waited for it."""
@@ -60,5 +100,44 @@ class ChunkFetcher:
         return finished
 
     def close(self) -> None:
-        """Wait for the fetch in progress; drop the others."""
-        self._thread.shutdown(cancel_futures=True)
+        """Wait for the entries that are being read; leave the others."""
+        with self._lock:
+            running = list(self._fetches)
+        for request_id in running:
+            self.release(request_id)
+        self._threads.shutdown(cancel_futures=True)
+
+    def _submit(self, fetch: _Fetch) -> bool:
+        with self._lock:
+            if self._waiting >= MAX_WAITING:
+                return False
+            self._waiting += 1
+        self._threads.submit(self._run, fetch)
+        return True
+
+    def _run(self, fetch: _Fetch) -> None:
+        with self._lock:
+            self._waiting -= 1
+        try:
+            if not fetch.is_released:
+                with on_side_stream(fetch.after):
+                    self._bring(fetch)
+        except Exception:
+            logger.exception("could not fetch %d chunk(s); they are computed instead", len(fetch.keys))
+        finally:
+            self._finish(fetch)
+
+    def _bring(self, fetch: _Fetch) -> None:
+        for each in self._store.fetch_each(fetch.keys):
+            with self._lock:
+                if fetch.is_released:
+                    return
+                has_room = self._held_bytes + taken_bytes(each.entry.data) <= HELD_BYTES
+                if fetch.request_id is not None and not each.is_near and has_room:
+                    fetch.entries[each.entry.key] = each
+                    self._held_bytes += taken_bytes(each.entry.data)
+
+    def _finish(self, fetch: _Fetch) -> None:
+        with self._lock:
+            if fetch.request_id is not None and self._fetches.get(fetch.request_id) is fetch:
+                self._finished[fetch.request_id] = time.perf_counter() - fetch.begin

@@ -2,24 +2,53 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.vllm.messages import ChunkFill
-from kvmosaic.engines.vllm.paged.base import RequestBlocks
+from kvmosaic.engines.chunk_cache import KV, ChunkCache
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.runs import Run
+from kvmosaic.engines.vllm.messages import ChunkFill, FillSlice
+from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
+from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class _Begun:
+    """A chunk that is filled in several steps."""
+
+    digest: bytes
+    tokens: list[int] = field(default_factory=list)
+    """Those of its context and its own that are computed."""
+    pieces: list[KV] = field(default_factory=list)
+    """Its KV until now, where blocks cannot be read."""
+
+
 class ChunkFiller:
     """Fills chunks in blocks that it is given. All ranks do the same."""
 
-    def __init__(self, cache: ChunkCache, paged: RequestBlocks, timer: StageTimer, stats: ChunkStats) -> None:
+    def __init__(
+        self,
+        cache: ChunkCache,
+        paged: RequestBlocks,
+        shape: EngineShape,
+        ranks: Ranks,
+        timer: StageTimer,
+        stats: ChunkStats,
+    ) -> None:
+        self._begun: _Begun | None = None
         self._cache = cache
+        self._shape = shape
         self._paged = paged
+        self._ranks = ranks
         self._timer = timer
         self._stats = stats
 
@@ -28,21 +57,72 @@ class ChunkFiller:
     ) -> dict[ChunkKey, ChunkKV]:
         """Compute the entries of ``chunks`` after ``context``, in ``blocks`` with room for any one of them, and store
         them."""
-        with self._timer.stage("fill"):
+        once, each = self._shape.fill_shares(len(context))
+        with self._timer.stage("fill", once + sum(each + len(tokens) for tokens in chunks.values())):
             computed = self._paged.fill(context, list(chunks.values()), blocks)
             entries = {
-                key: self._cache.put(key, tokens, context, k, v)
-                for (key, tokens), (k, v) in zip(chunks.items(), computed, strict=True)
+                key: self._stored(key, tokens, context, kv)
+                for (key, tokens), kv in zip(chunks.items(), computed, strict=True)
             }
-        self._stats.count_alike("chunks_filled", "", len(chunks))
-        self._stats.count_alike("tokens", "filled", sum(map(len, chunks.values())))
+        self._count(len(chunks), sum(map(len, chunks.values())))
         return entries
 
-    def fill_in_background(self, fills: Sequence[ChunkFill]) -> None:
-        """Fill chunks that requests lacked."""
+    def forget(self) -> None:
+        """Weights have changed: what is computed of a chunk that takes several steps is of no use."""
+        self._begun = None
+
+    def fill_in_background(self, fills: Sequence[ChunkFill], part: FillSlice | None) -> None:
+        """Fill chunks that requests lacked, and some of one that takes several steps."""
+        if part is not None and not self._ranks.together(
+            partial(self._fill_slice, part), "filling a part of a chunk"
+        ):
+            self._begun = None
+            self._stats.failed("fill")
         for fill in fills:
-            chunks = {self._cache.key_of_hash(digest, len(tokens)): tokens for digest, tokens in fill.chunks}
-            try:
-                self.fill(chunks, fill.context, fill.blocks)
-            except Exception:
-                logger.exception("could not fill %d chunk(s) in the background", len(chunks))
+            if self._ranks.together(partial(self._fill_one, fill), "filling chunks in the background") is None:
+                self._stats.failed("fill")
+
+    def _fill_one(self, fill: ChunkFill) -> dict[ChunkKey, ChunkKV]:
+        chunks = {self._cache.key_of_hash(digest, len(tokens)): tokens for digest, tokens in fill.chunks}
+        return self.fill(chunks, fill.context, fill.blocks)
+
+    def _fill_slice(self, part: FillSlice) -> bool:
+        """Always true: it was done."""
+        run = Run(part.tokens, part.start, part.blocks)
+        first = max(part.start, part.context_tokens)
+        captures = not self._paged.can_read and run.end > first
+        with self._timer.stage("fill", len(part.tokens)):
+            # All ranks have to, also one that failed in an earlier step and will store nothing.
+            computed = self._paged.compute([run], [RunRange(0, first, run.end)] if captures else [])
+        if part.start == 0:
+            self._begun = _Begun(part.digest)
+        begun = self._begun
+        if begun is None or begun.digest != part.digest or len(begun.tokens) != part.start:
+            return True
+        begun.tokens += part.tokens
+        begun.pieces += computed
+        if not part.is_last:
+            return True
+        self._begun = None
+        if self._paged.can_read:
+            k, v = self._paged.read(part.blocks[0], part.context_tokens, run.end)
+        else:
+            k, v = (torch.cat(rows, dim=2) for rows in zip(*begun.pieces, strict=True))
+        context, tokens = begun.tokens[: part.context_tokens], begun.tokens[part.context_tokens :]
+        self._stored(self._cache.key_of_hash(part.digest, len(tokens)), tokens, context, (k, v))
+        self._count(1, len(tokens))
+        return True
+
+    def _count(self, chunks: int, tokens: int) -> None:
+        self._stats.count_alike("chunks_filled", "", chunks)
+        self._stats.count_alike("tokens", "filled", tokens)
+
+    def _stored(self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], kv: KV) -> ChunkKV:
+        """An entry, in the store if that will have it."""
+        entry = self._cache.entry(key, tokens, context, *kv)
+        try:
+            self._cache.store.put(entry)
+        except Exception:
+            logger.exception("could not store a chunk of %d tokens", len(tokens))
+            self._stats.failed("store")
+        return entry

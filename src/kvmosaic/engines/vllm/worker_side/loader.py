@@ -1,14 +1,17 @@
 """Loads requests: brings what the store has, chooses what is recomputed, computes that and all the rest."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.results import Fallback
+from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run, runs_of
 from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
@@ -17,6 +20,8 @@ from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.blender import Blender
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer, Brought, Segment
 from kvmosaic.engines.vllm.worker_side.slices import Slices
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class ChunkLoader:
         self,
         cache: ChunkCache,
         paged: RequestBlocks,
+        ranks: Ranks,
         bringer: Bringer,
         blender: Blender,
         *,
@@ -44,6 +50,7 @@ class ChunkLoader:
     ) -> None:
         self._cache = cache
         self._paged = paged
+        self._ranks = ranks
         self._bringer = bringer
         self._blender = blender
         self._step_tokens = step_tokens
@@ -69,25 +76,35 @@ class ChunkLoader:
         with ExitStack() as pins:
             brought = self._bringer.bring(load, pins)
             if brought is None:
-                self._stats.count_alike("fallbacks", Fallback.LOAD_ERROR)
-                # Not left to vLLM (get_block_ids_with_load_errors): 0.26's V2 runner would go on with the bad blocks.
-                return [*before, self._first_slice(load, _Due(_runs(load, self._fresh(load, []))))]
+                return [*before, self._whole(load, Fallback.LOAD_ERROR)]
             fresh = self._fresh(load, brought.spans)
             mine = _Due(_runs(load, fresh), brought.system_remainder)
             blend = self._blender.prepare(load, brought.moves)
-            if blend.needs_context:
+            if blend is not None and blend.needs_context:
                 # Earlier requests', too: vLLM's prefix cache may have handed this one blocks that they are to
                 # compute.
                 self._compute([*before, mine])
                 before, mine = [], _Due([])
-            blended = self._blender.choose(blend)
+            blended = None if blend is None else self._blender.choose(blend)
+            if blended is None:
+                self._stats.failed("choose")
+                return [*before, self._whole(load, Fallback.ERROR)]
             wanted = np.zeros_like(fresh)
             wanted[blended] = True
             wanted &= ~fresh
             self._count(load, brought, fresh, int(wanted.sum()))
         if mine.runs:
             wanted |= fresh
+        elif len(blended):
+            # Text behind a recomputed token was computed before it, to choose; it has to see what that became.
+            wanted[blended[0] :] |= fresh[blended[0] :]
         return [*before, self._first_slice(load, _Due(_runs(load, wanted), mine.system_remainder))]
+
+    def _whole(self, load: ChunkLoad, reason: Fallback) -> _Due:
+        """All of a request, as plain vLLM would compute it: whatever stands in its blocks is written again. That is
+        not left to vLLM (``get_block_ids_with_load_errors``): 0.26's V2 runner would go on with the bad blocks."""
+        self._stats.count_alike("fallbacks", reason)
+        return self._first_slice(load, _Due(_runs(load, self._fresh(load, []))))
 
     def _count(self, load: ChunkLoad, brought: Brought, fresh: np.ndarray, recomputed: int) -> None:
         moved = sum(at + len(entry.tokens) - max(at, load.start) for entry, at in brought.moves)
@@ -140,9 +157,33 @@ class ChunkLoader:
         if not runs:
             return
         with self._timer.stage("blend", sum(len(run.tokens) for run in runs)):
-            computed = self._paged.compute(runs, ranges)
+            computed = self._ranks.together(lambda: self._paged.compute(runs, ranges), "computing requests")
+        if computed is None:
+            self._compute_again(due)
+            return
         for segment, (k, v) in zip(segments, computed, strict=True):
+            self._store(segment, k, v)
+
+    def _store(self, segment: Segment, k: torch.Tensor, v: torch.Tensor) -> None:
+        try:
             self._cache.put(segment.key, segment.tokens, segment.context, k, v)
+        except Exception:
+            logger.exception("could not store the end of a system prompt, of %d tokens", len(segment.tokens))
+            self._stats.failed("store")
+
+    def _compute_again(self, due: Sequence[_Due]) -> None:
+        """Compute what failed once more, one request after the other, which takes less memory. Runs are written as a
+        whole, so nothing is left of the first time. What fails twice fails as vLLM's own forward would."""
+        self._stats.failed("compute")
+        torch.cuda.empty_cache()
+
+        def compute() -> bool:
+            for each in due:
+                self._paged.compute(each.runs, [])
+            return True
+
+        if self._ranks.together(compute, "computing requests again") is None:
+            raise RuntimeError("requests could not be computed, twice in a row; the log has the reasons")
 
 
 def _runs(load: ChunkLoad, wanted: np.ndarray) -> list[Run]:

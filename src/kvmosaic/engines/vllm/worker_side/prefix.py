@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import torch
+
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.engines.chunk_cache import ChunkCache
@@ -13,6 +15,7 @@ from kvmosaic.engines.vllm.messages import PrefixLoad, PrefixSave
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +24,16 @@ class PrefixLoader:
     """Moves exact prefix blocks between requests' blocks and the store. All ranks do the same."""
 
     def __init__(
-        self, cache: ChunkCache, paged: RequestBlocks, ranks: Ranks, timer: StageTimer, stats: ChunkStats
+        self,
+        cache: ChunkCache,
+        fetcher: ChunkFetcher,
+        paged: RequestBlocks,
+        ranks: Ranks,
+        timer: StageTimer,
+        stats: ChunkStats,
     ) -> None:
         self._cache = cache
+        self._fetcher = fetcher
         self._paged = paged
         self._ranks = ranks
         self._timer = timer
@@ -33,16 +43,20 @@ class PrefixLoader:
         """Store what requests computed. What cannot be stored is computed again by the next request that needs it."""
         if not self._paged.can_read:
             return
+        for save in saves:
+            self._save(save)
+
+    def _save(self, save: PrefixSave) -> None:
         try:
-            for save in saves:
-                for start, digest in save.segments:
-                    end = start + save.segment_tokens
-                    k, v = self._paged.read(save.blocks, start, end)
-                    key = self._cache.key_of_hash(digest, save.segment_tokens)
-                    self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v)
-                    self._stats.count_alike("tokens", "saved", save.segment_tokens)
+            for start, digest in save.segments:
+                end = start + save.segment_tokens
+                k, v = self._paged.read(save.blocks, start, end)
+                key = self._cache.key_of_hash(digest, save.segment_tokens)
+                self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v)
+                self._stats.count_alike("tokens", "saved", save.segment_tokens)
         except Exception:
             logger.exception("could not store exact prefix blocks")
+            self._stats.failed("store")
 
     def load(self, load: PrefixLoad) -> None:
         """Bring positions ``load.start`` up to the end of the tokens into the request's blocks. What the store turns
@@ -50,15 +64,16 @@ class PrefixLoader:
         keys = [self._cache.key_of_hash(digest, load.segment_tokens) for digest in load.digests]
         wanted = range(load.start // load.segment_tokens, len(keys))
         with ExitStack() as pins:
-            pins.enter_context(self._cache.store.pin([keys[index] for index in wanted]))
             found: list[tuple[ChunkKV, int]] = []
             try:
+                pins.enter_context(self._cache.store.pin([keys[index] for index in wanted]))
                 with self._timer.stage("lookup"):
                     found = [(self._entry(load, index, keys[index]), index * load.segment_tokens) for index in wanted]
             except LookupError:
                 pass
             except Exception:
                 logger.exception("could not look up a prefix of %d tokens", len(load.tokens))
+                self._stats.failed("lookup")
             is_placed = False
             if self._ranks.all_have([bool(found)])[0]:
                 try:
@@ -67,6 +82,7 @@ class PrefixLoader:
                     is_placed = True
                 except Exception:
                     logger.exception("could not load a prefix of %d tokens; it is computed", len(load.tokens))
+                    self._stats.failed("place")
             if self._ranks.all_have([is_placed])[0]:
                 self._stats.count_alike("tokens", "loaded", len(load.tokens) - load.start)
                 return
@@ -76,13 +92,21 @@ class PrefixLoader:
             if self._paged.tails.cuts(load.segment_tokens)
             else load.start
         )
-        self._paged.compute([Run(load.tokens[first:], first, load.blocks)], [])
+        run = Run(load.tokens[first:], first, load.blocks)
+        for _ in range(2):  # what fails twice fails as vLLM's own forward would
+            if self._ranks.together(lambda: self._paged.compute([run], []), "computing a prefix") is not None:
+                break
+            self._stats.failed("compute")
+            torch.cuda.empty_cache()
+        else:
+            raise RuntimeError("a prefix could not be computed, twice in a row; the log has the reasons")
         self._stats.count_alike("tokens", "fresh", len(load.tokens) - load.start)
 
     def _entry(self, load: PrefixLoad, index: int, key: ChunkKey) -> ChunkKV:
         start = index * load.segment_tokens
         tokens, context = load.tokens[start : start + load.segment_tokens], load.tokens[:start]
-        entry = self._cache.store.lookup(key, tokens, context, False).entry
+        held = self._fetcher.held(load.request_id)
+        entry = self._cache.store.lookup(key, tokens, context, False, held=held).entry
         if entry is None:
             raise LookupError
         return entry

@@ -76,12 +76,13 @@ class VllmProbe(AssembledPrompt):
         changed[skipped:] = distance.square().sum((0, 2))
         return self._ranks.sum(changed)
 
-    def compute_chunks(self, layer: int, observe: Observer = lambda *_: None) -> None:
-        """Compute all chunk tokens up to the K and V of ``layer``."""
+    def compute_chunks(self, layer: int, observe: Observer = lambda *_: None) -> int:
+        """Compute all chunk tokens up to the K and V of ``layer``, which is returned."""
         runs = [self._run(max(span.start, self._start), span.end) for span in self.prompt.chunks]
         self._forward.probe(runs, [layer], observe)
         self.charged += self.chunk_tokens * (layer + 1)
         self.computed_layer = layer
+        return layer
 
     def _run(self, start: int, end: int) -> Run:
         return Run(self.prompt.token_ids[start:end], start, self._blocks)

@@ -2,15 +2,18 @@
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.key import format_fingerprint
 from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.identity import config_identity, model_name
 from kvmosaic.engines.self_test import OFF
+from kvmosaic.engines.vllm.compat.weights import loaded_model
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
@@ -33,7 +36,7 @@ from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
-from kvmosaic.models.digest import weights_digest
+from kvmosaic.engines.vllm.worker_side.weights import EngineWeights
 
 logger = logging.getLogger(f"vllm.{__name__}")
 """A child of vLLM's logger, so that it inherits prefix, level and handlers."""
@@ -64,25 +67,39 @@ class WorkerSide:
         if caches is not None:
             self._arrivals = LayerArrivals(caches.layers)
             tiles = TileAttention.measure(kv, metadata, self.ranks, self._model.max_model_len)
-        self.forward = SparseForward(vllm_config, runner, kv, metadata, arrivals=self._arrivals, tiles=tiles)
+        self.forward = SparseForward(
+            vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles
+        )
         self.rotary = measure_rotary(self.forward, runner.model)
         """How the keys of each layer turn."""
         tail = setup.shape.window_tail
-        tails = WHOLE if tail is None else WindowTails(kv.windowed, tail)
+        kv_format = kv.format(self._model.dtype, WHOLE if tail is None else WindowTails(kv.windowed, tail))
         paged: RequestBlocks | None = None
         if caches is not None and self._arrivals is not None:
-            paged = KernelBlocks.open(self.forward, caches, self._arrivals, self.rotary, tails)
+            paged = KernelBlocks.open(self.forward, caches, self._arrivals, self.rotary, kv_format)
         self.paged: RequestBlocks = paged or BackendBlocks(
-            self.forward, self.rotary, tails, BlockReader.measure(kv) if setup.config.prefix_blocks else None
+            self.forward, self.rotary, kv_format, BlockReader.measure(kv) if setup.config.prefix_blocks else None
         )
-        self.cache = self._open_cache(device_pool, tails)
+        self.weights = EngineWeights(vllm_config, loaded_model(runner), self.ranks)
+        self._format: dict[str, object] = {
+            "columns": [layer.columns if layer else None for layer in self.rotary],
+            "dtype": str(self._model.dtype),
+            "quantization": self._model.quantization,
+            "revision": self._model.revision,
+            "config": config_identity(self._model.hf_text_config.to_dict()),
+        }
+        self._fingerprint = format_fingerprint(weights=self.weights.identity, **self._format)
+        self.cache = self._open_cache(device_pool, kv_format)
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
-        self._filler = ChunkFiller(self.cache, self.paged, self.timer, self.stats)
+        self.fetcher = ChunkFetcher(self.cache.store)
+        self._filler = ChunkFiller(self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats)
         self.loader = ChunkLoader(
             self.cache,
             self.paged,
+            self.ranks,
             Bringer(
                 self.cache,
+                self.fetcher,
                 self.paged,
                 self._filler,
                 kv.block_sizes,
@@ -95,10 +112,13 @@ class WorkerSide:
             timer=self.timer,
             stats=self.stats,
         )
-        self.prefixes = PrefixLoader(self.cache, self.paged, self.ranks, self.timer, self.stats)
-        self.fetcher = ChunkFetcher(self.cache.store)
+        self.prefixes = PrefixLoader(self.cache, self.fetcher, self.paged, self.ranks, self.timer, self.stats)
         self._counted = self.cache.store.event_counts()
-        self._has_reported = False
+        self._tells_all = True
+        """Whether the scheduler has to hear of everything that is stored: it knows nothing, or nothing that is
+        true."""
+        self._fetched: dict[str, float] = {}
+        """Requests whose fetch is over, and how long it took, that the scheduler has not heard of."""
         self.off_reason: str | None = None
         """Why nothing may be reused: the scheduler is told so, and hands out no work."""
         if setup.config.self_test:
@@ -112,10 +132,18 @@ class WorkerSide:
         """Do what the scheduler planned for a step, before the step's own forward."""
         if work.is_empty and not self.loader.slices:
             return
-        self.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
-        if work.clear:
-            self.cache.clear()
+        if self.weights.have_changed():
+            self._fingerprint = format_fingerprint(weights=self.weights.identity, **self._format)
             self.blender.clear()
+            self._filler.forget()
+            self._tells_all = True
+            logger.info("weights have changed; chunks of the new ones are kept apart from those before")
+        # What was planned before the scheduler heard of new weights may stand on KV of the old ones.
+        is_stale = work.weights != self.weights.changes
+        if not is_stale:
+            self.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
+        if work.clear:
+            self._clear()
         for request_id in work.released:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
@@ -124,10 +152,18 @@ class WorkerSide:
         for prefix in work.prefix_loads:
             self.prefixes.load(prefix)
             self.fetcher.release(prefix.request_id)
-        self.loader.load(work.loads)
+        self.loader.load([replace(load, is_findable=False) for load in work.loads] if is_stale else work.loads)
         for load in work.loads:
             self.fetcher.release(load.request_id)
-        self._filler.fill_in_background(work.fills)
+        self._filler.fill_in_background(work.fills, work.fill_slice)
+
+    def _clear(self) -> None:
+        self.blender.clear()
+        try:
+            self.cache.clear()
+        except Exception:  # what is left is still what it says it is
+            logger.exception("could not forget all chunks")
+            self.stats.failed("clear")
 
     def wait_for_layer(self, name: str) -> None:
         """Have the GPU wait for what is on its way into a layer."""
@@ -147,15 +183,24 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """What the scheduler should know of this rank, if there is news; all that is stored, the first time."""
         # In this order: a scheduler that hears that a fetch is over has to hear of what it brought.
-        fetched = self.fetcher.take_finished()
-        changes = self.cache.take_changes()
-        has_measured = self.timer.take_news()
-        if self._has_reported and not changes and not fetched and not has_measured:
-            return None
-        self._has_reported = True
+        self._fetched |= self.fetcher.take_finished()
+        try:
+            is_all, changes = self._tells_all, self.cache.take_changes()
+            has_measured = self.timer.take_news()
+            if not is_all and not changes and not self._fetched and not has_measured:
+                return None
+            if is_all:
+                changes = dict(self.cache.present())
+            lines = {str(stage): cost.line() for stage, cost in self.timer.costs.items()}
+        except Exception:
+            logger.exception("could not tell the scheduler what is stored; it is told all of it next time")
+            self.stats.failed("statistics")
+            self._tells_all, is_all, changes, lines = True, False, {}, {}
+        else:
+            self._tells_all = False
+        fetched, self._fetched = self._fetched, {}
         for seconds in fetched.values():
             self.stats.observe("fetch", seconds)
-        lines = {str(stage): cost.line() for stage, cost in self.timer.costs.items()}
         return StepReport(
             [
                 RankReport(
@@ -165,48 +210,53 @@ class WorkerSide:
                     fetched=list(fetched),
                     costs={stage: line for stage, line in lines.items() if line is not None},
                     is_off=self.off_reason is not None,
+                    weights=self.weights.changes,
+                    is_all=is_all,
                 )
             ]
         )
 
     def take_stats(self) -> ChunkStats | None:
         """Metrics since the last call, if there are any."""
+        try:
+            self._collect_stats()
+        except Exception:
+            logger.exception("could not collect statistics")
+            self.stats.failed("statistics")
+        return self.stats.take()
+
+    def _collect_stats(self) -> None:
         self.timer.collect()
         if self.stats.is_empty():
-            return None
+            return
         counts = self.cache.store.event_counts()
-        for event in ("evictions", "write_errors"):
+        for event in ("evictions", "write_errors", "dropped_writes"):
             self.stats.count(event, "", counts[event] - self._counted[event])
         self._counted = counts
         for name, (entries, nbytes) in self.cache.store.held().items():
             self.stats.level("tier_entries", name, entries)
             self.stats.level("tier_bytes", name, nbytes)
-        return self.stats.take()
 
     def close(self) -> None:
         """Finish what is being fetched and written."""
         self.fetcher.close()
         self.cache.close()
 
-    def _open_cache(self, device_pool: torch.Tensor | None, tails: WindowTails) -> ChunkCache:
+    def _open_cache(self, device_pool: torch.Tensor | None, kv_format: KVFormat) -> ChunkCache:
         model, ranks = self._model, self.ranks
-        fingerprint = format_fingerprint(
-            columns=[layer.columns if layer else None for layer in self.rotary],
-            dtype=str(model.dtype),
-            quantization=model.quantization,
-            revision=model.revision,
-            config=config_identity(model.hf_text_config.to_dict()),
-            weights=ranks.first(weights_digest(model.model, model.revision) if ranks.rank == 0 else None),
-        )
+        config = self._setup.config
+        if not self.weights.is_known and (config.disk_path or config.remote):
+            logger.error("nobody can tell which weights this model has: disk and remote tiers are not used")
+            config = config.model_copy(update={"disk_path": None, "remote": None})
         return ChunkCache(
-            self._setup.config,
+            config,
             model_name(model.model),
             sink=self._setup.sink,
-            fingerprint=lambda length: fingerprint,  # vLLM's rotary tables do not depend on a prompt's length
+            fingerprint=lambda length: self._fingerprint,  # vLLM's rotary tables do not depend on a prompt's length
             share=ranks.share,
             max_positions=model.max_model_len,
+            kv_format=kv_format,
             device_pool=device_pool,
-            tails=tails,
         )
 
     def _say_what_is_on(self, device_pool: torch.Tensor | None) -> None:

@@ -1,0 +1,77 @@
+"""What vLLM loaded: a model's weights, where they came from, and what may change them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
+"""Load formats that read all weights from a folder's safetensors files, or from its only others."""
+CHANGING = (
+    "apply_model",
+    "checkpoint_restore",
+    "discard",
+    "elastic_ep_execute",
+    "finish_weight_update",
+    "load_weights",
+    "reload_weights",
+    "reset_weights",
+    "start_weight_update",
+    "update_weights",
+    "wake_up",
+)
+"""Methods of vLLM's workers, in some release or other, after which weights may not be what they were."""
+COLUMNS = 8
+"""Columns that are looked at of a matrix that can only be multiplied with."""
+
+
+def weight_files(vllm_config: Any) -> tuple[str, str | None, str | None] | None:
+    """Model, revision and the hub's cache folder, where it is sure that the files there are what was loaded."""
+    from vllm import envs
+
+    model, load = vllm_config.model_config, vllm_config.load_config
+    is_elsewhere = bool(getattr(model, "model_weights", None)) or getattr(envs, "VLLM_USE_MODELSCOPE", False)
+    format_ = str(getattr(load.load_format, "value", load.load_format))
+    if is_elsewhere or (format_ not in FROM_FILES and not _is_one_file(model.model)):
+        return None
+    return model.model, model.revision, load.download_dir
+
+
+def _is_one_file(model: str) -> bool:
+    return model.endswith(".gguf") and Path(model).is_file()
+
+
+def loaded_model(runner: Any) -> Any:
+    """The model itself, without what a runner wraps it in."""
+    return runner.get_model() if hasattr(runner, "get_model") else runner.model
+
+
+def loaded_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and contents of all weights. Of matrices that a CPU's library keeps packed, some columns."""
+    for name, parameter in model.named_parameters():
+        yield from _plain(name, parameter)
+    for name, module in model.named_modules():
+        weight, multiply = getattr(module, "weight", None), getattr(module, "cpu_linear", None)
+        width = getattr(module, "input_size_per_partition", None)
+        if weight is None or weight.numel() or multiply is None or width is None:
+            continue
+        # Each row picks a column: other numbers are multiplied by zero, so this is exact whatever the order of sums.
+        columns = torch.arange(min(COLUMNS, width)) * width // min(COLUMNS, width)
+        rows = torch.zeros(len(columns), width, dtype=weight.dtype).scatter_(1, columns[:, None], 1)
+        with torch.inference_mode():
+            yield f"{name}.columns", multiply(rows, None, None)
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors with data of their own: some kinds of parameters consist of several."""
+    partitions = getattr(tensor, "partitions", None)
+    if isinstance(partitions, dict):
+        for index, part in partitions.items():
+            yield from _plain(f"{name}.{index}", part)
+    elif is_traceable_wrapper_subclass(tensor):
+        for inner in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _plain(f"{name}.{inner}", getattr(tensor, inner))
+    else:
+        yield name, tensor

@@ -1,0 +1,120 @@
+"""Missing chunks, in turns of the requests that lack them."""
+
+import heapq
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MAX_WAITING = 2**21
+"""Maximum tokens that wait, with their contexts."""
+LEAST_WEIGHT = 512
+"""Tokens that a chunk counts as at least, so that there are never more than 4,096 of them."""
+MAX_TRIES = 256
+"""Times that a chunk may be too large for the free blocks before it is forgotten: the next request that lacks it
+brings it back."""
+
+
+@dataclass
+class Missing:
+    """A chunk that some request lacked."""
+
+    request_id: str
+    digest: bytes
+    tokens: tuple[int, ...]
+    context: tuple[int, ...]
+    """What it is computed after."""
+    since: float = field(default_factory=lambda: time.monotonic())
+    tries: int = 0
+    """How often it was passed over."""
+
+    @property
+    def weight(self) -> int:
+        return max(LEAST_WEIGHT, len(self.context) + len(self.tokens))
+
+
+class FairQueue:
+    """Chunks that wait, a queue for each request. The queues take turns, so that a request with thousands of chunks
+    keeps another's waiting for one of them. If there are too many, the longest queue loses its oldest."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[Missing]] = OrderedDict()
+        self._waiting: dict[bytes, Missing] = {}
+        self._weights: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Chunks that wait."""
+        return len(self._waiting)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._waiting
+
+    @property
+    def oldest(self) -> float:
+        """Since when the chunk waits that came first."""
+        return next(iter(self._waiting.values())).since
+
+    def add(self, chunks: Iterable[Missing]) -> None:
+        """Let chunks wait, unless they do already."""
+        for chunk in chunks:
+            if chunk.digest not in self._waiting:
+                self._queue(chunk).append(chunk)
+        self._trim()
+
+    def next(self) -> Missing:
+        """The chunk whose turn it is."""
+        return next(iter(self._queues.values()))[0]
+
+    def take(self) -> Missing:
+        """The same, which waits no longer; the turn is the next request's."""
+        request_id, queue = next(iter(self._queues.items()))
+        self._queues.move_to_end(request_id)
+        return self._drop_first(request_id, queue)
+
+    def skip(self) -> None:
+        """The turn is the next request's."""
+        self._queues.move_to_end(next(iter(self._queues)))
+
+    def pass_over(self) -> None:
+        """The chunk whose turn it is has to wait for all of its queue, and the turn is the next request's."""
+        chunk = self.take()
+        chunk.tries += 1
+        if chunk.tries < MAX_TRIES:
+            self._queue(chunk).append(chunk)
+
+    def put_back(self, chunk: Missing) -> None:
+        """A chunk that was taken waits again, and has the next turn."""
+        if chunk.digest not in self._waiting:
+            self._queue(chunk).appendleft(chunk)
+            self._queues.move_to_end(chunk.request_id, last=False)
+
+    def clear(self) -> None:
+        self._queues.clear()
+        self._waiting.clear()
+        self._weights.clear()
+
+    def _queue(self, chunk: Missing) -> deque[Missing]:
+        """Where to put a chunk, which is counted."""
+        self._waiting[chunk.digest] = chunk
+        self._weights[chunk.request_id] = self._weights.get(chunk.request_id, 0) + chunk.weight
+        return self._queues.setdefault(chunk.request_id, deque())
+
+    def _drop_first(self, request_id: str, queue: deque[Missing]) -> Missing:
+        chunk = queue.popleft()
+        del self._waiting[chunk.digest]
+        self._weights[request_id] -= chunk.weight
+        if not queue:
+            del self._queues[request_id], self._weights[request_id]
+        return chunk
+
+    def _trim(self) -> None:
+        excess = sum(self._weights.values()) - MAX_WAITING
+        if excess <= 0:
+            return
+        longest = [(-weight, request_id) for request_id, weight in self._weights.items()]
+        heapq.heapify(longest)
+        while excess > 0:
+            _, request_id = heapq.heappop(longest)
+            excess -= self._drop_first(request_id, self._queues[request_id]).weight
+            if request_id in self._weights:
+                heapq.heappush(longest, (-self._weights[request_id], request_id))

@@ -1,0 +1,118 @@
+"""What a request with chunks waits for, and whether it is worth it."""
+
+import logging
+from collections.abc import Iterator
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.limits import shown_id
+from kvmosaic.engines.results import Fallback
+from kvmosaic.engines.vllm.messages import ChunkFetch, StepWork
+from kvmosaic.engines.vllm.scheduler_side.admission import Admission
+from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import Missing
+from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
+from kvmosaic.engines.vllm.shape import EngineShape
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 30
+"""Time that a request waits for chunks in slower tiers before it is served without them."""
+
+
+class WaitingRoom:
+    """Decides for requests that have no blocks yet."""
+
+    def __init__(
+        self,
+        config: ChunkCacheConfig,
+        shape: EngineShape,
+        mirror: StoreMirror,
+        admission: Admission,
+        backlog: FillBacklog,
+    ) -> None:
+        self._config = config
+        self._shape = shape
+        self._mirror = mirror
+        self._admission = admission
+        self._backlog = backlog
+
+    def matched(self, request: ChunkRequest, local: int, work: StepWork, *, is_alone: bool) -> int | Fallback | None:
+        """Tokens after the first ``local`` that the worker brings, or why the request is served plainly; ``None``
+        while chunks are on their way. Fetches go into ``work``. ``is_alone``: no other request is running."""
+        external = max(0, request.prompt.question.start - local)
+        if external == 0:
+            return 0
+        if not request.has_fetched and self._mirror.is_complete and not self._fetch(request, local, work):
+            return Fallback.COST
+        if request.has_arrived:
+            if request.asked_for:
+                request.fetched_from |= {digest: "remote" for digest in request.asked_for if self._mirror.has(digest)}
+                request.asked_for = []
+                if not self._is_worth_it(request, local):
+                    return Fallback.COST
+            if not is_alone and self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
+                return None
+            if not is_alone and not request.is_begun(local) and self._admission.choice_is_long(request, local):
+                return Fallback.COST
+            # It may still have to wait for a step with room, and for blocks.
+            return external if self._admission.has_room(request, local) else None
+        if request.has_patience(PATIENCE_SECONDS):
+            return None
+        if request.is_begun(local):
+            return external
+        name = shown_id(request.request_id)
+        logger.warning("request %s waited %d s for its chunks; it is prefilled", name, PATIENCE_SECONDS)
+        return Fallback.SLOW_TIER
+
+    def _fetch(self, request: ChunkRequest, local: int, work: StepWork) -> bool:
+        """Have chunks fetched that are in slower tiers, or may be. ``False`` if a plain prefill is faster."""
+        chunks = {digest: len(span) for span, digest in request.chunks_from(local)}
+        # Other engines may have stored in the meantime what this one never heard of.
+        request.asked_for = [digest for digest in chunks if self._config.remote and not self._mirror.has(digest)]
+        if not request.asked_for and not self._is_worth_it(request, local):
+            return False
+        slow = {digest: self._mirror.tier(digest) for digest in chunks if not self._mirror.is_near(digest)}
+        request.fetched_from |= {digest: tier for digest, tier in slow.items() if tier is not None}
+        wanted = (*(digest for digest, tier in slow.items() if tier is not None), *request.asked_for)
+        request.wait_for(self._shape.ranks if wanted else 0)
+        if wanted:
+            pairs = tuple((digest, chunks[digest]) for digest in wanted)
+            work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=pairs))
+        return True
+
+    def _is_worth_it(self, request: ChunkRequest, local: int) -> bool:
+        """Whether to reuse what there is. Missing chunks are noted, to be filled in the background."""
+        if request.is_worth_it or self._config.miss_policy == "fill-first":
+            return True
+        if self._config.miss_policy == "background" and not request.is_noted:
+            request.is_noted = True
+            self._backlog.add(self._missing(request))
+        if request.is_begun(local):
+            return True
+        request.is_worth_it = self._admission.is_faster(request, local)
+        return request.is_worth_it
+
+    def _is_being_filled(self, request: ChunkRequest, local: int) -> bool:
+        """Whether a request whose chunks are filled first waits for the background to do it: more of them than a step
+        has room for would keep all others' tokens waiting."""
+        if self._config.miss_policy != "fill-first":
+            return False
+        if request.lacking is None:
+            every = list(self._missing(request, local))
+            tokens = sum(len(chunk.tokens) for chunk in every) + len(request.context)
+            request.lacking = []
+            if tokens > self._admission.tokens_to_fill():
+                self._backlog.add(every)
+                request.lacking = [chunk.digest for chunk in every]
+                request.filled = frozenset(request.lacking)
+        while request.lacking and self._mirror.has(request.lacking[-1]):
+            request.lacking.pop()
+        return bool(request.lacking)
+
+    def _missing(self, request: ChunkRequest, local: int = 0) -> Iterator[Missing]:
+        """The chunks of a request behind the first ``local`` tokens that are not stored and can be filled."""
+        longest = self._shape.max_positions - len(request.context)
+        for span, digest in request.chunks_from(local):
+            if len(span) <= longest and not self._mirror.has(digest):
+                yield Missing(request.request_id, digest, request.prompt.tokens_of(span), request.context)

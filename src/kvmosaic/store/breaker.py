@@ -1,0 +1,114 @@
+"""A deadline around every call of a place that may hang, and no calls at all while it is down."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvmosaic.store.base import TierDownError
+from kvmosaic.store.threads import Call, Threads
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Count = Callable[[], int]
+
+SLOWEST_BYTES_PER_SECOND = 50e6
+"""A transfer may take as long as at this rate, on top of the deadline."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+
+
+class Breaker:
+    """Runs calls in other threads and waits for each no longer than its deadline: name resolution, foreign libraries
+    and file systems cannot be told one. After the first call that fails no other is let through, until a probe in the
+    background succeeds. So a place that dies costs its users one deadline, once.
+
+    A call that was left behind may still do something, so none is let through before it has ended. It follows that
+    there are never more threads left behind than there were calls at once."""
+
+    def __init__(
+        self, name: str, deadline_s: float, probe: Callable[[], object], harmless: tuple[type[Exception], ...]
+    ) -> None:
+        """``probe`` is any call of the place; it may take its time. ``harmless`` errors say nothing about the place
+        as a whole, and are raised as they are."""
+        self._name = name
+        self._deadline_s = deadline_s
+        self._probe = probe
+        self._harmless = harmless
+        self._threads = Threads()
+        self._lock = threading.Lock()
+        self._down: str | None = None
+        """Why calls are not let through."""
+        self._left_behind: list[Call[Any]] = []
+        self._closed = threading.Event()
+        self._pause_s = FIRST_PAUSE_S
+        self._up_since = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether calls are let through."""
+        return self._down is None
+
+    def call(self, function: Callable[[], T], nbytes: Count = lambda: 0, progress: Count = lambda: 0) -> T:
+        """``function()``, which moves ``nbytes()`` bytes, a number known when the deadline is over at the latest. As
+        long as ``progress()`` grows it may go on. Raises :class:`TierDownError` when the place is down, or now found
+        to be: what comes later is dropped."""
+        if self._down is not None:
+            raise TierDownError(f"{self._name} cannot be used ({self._down})")
+        call = self._threads.start(function)
+        seen, waited = progress(), self._deadline_s
+        while not call.wait(self._deadline_s):
+            if (now := progress()) != seen:
+                seen = now
+                continue
+            more = nbytes() / SLOWEST_BYTES_PER_SECOND
+            if call.wait(more):
+                break
+            waited += more
+            with self._lock:
+                self._left_behind.append(call)
+            self._open(f"no answer in {waited:.1f} s")
+            raise TierDownError(f"{self._name} cannot be used (no answer in {waited:.1f} s)")
+        try:
+            return call.result()
+        except self._harmless:
+            raise
+        except Exception as error:  # a foreign library may raise anything
+            self._open(str(error) or repr(error))
+            raise TierDownError(f"{self._name} cannot be used ({error})") from error
+
+    def close(self) -> None:
+        """End the probing and the threads."""
+        self._closed.set()
+        self._threads.close()
+
+    def _open(self, reason: str) -> None:
+        with self._lock:
+            if self._down is not None:
+                return
+            self._down = reason
+            # A place that keeps failing right after its probes, say with one of several machines dead, is tried less
+            # and less often.
+            relapsed = time.monotonic() - self._up_since < 2 * LONGEST_PAUSE_S
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if relapsed and self._up_since else FIRST_PAUSE_S
+        logger.warning("%s cannot be used (%s); going on without it until it can", self._name, reason)
+        # Else the program is ending, and nobody waits for the place to be back.
+        if threading.main_thread().is_alive():
+            threading.Thread(target=self._wait_until_up, name="kvmosaic-probe", daemon=True).start()
+
+    def _wait_until_up(self) -> None:
+        while not self._closed.wait(self._pause_s):
+            with self._lock:
+                self._left_behind = [call for call in self._left_behind if not call.wait(0)]
+                if self._left_behind:
+                    continue
+            try:
+                self._probe()
+            except Exception:
+                continue
+            self._up_since = time.monotonic()
+            self._down = None
+            logger.warning("%s can be used again", self._name)
+            return

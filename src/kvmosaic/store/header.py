@@ -1,0 +1,132 @@
+"""The header of an entry. Whoever wrote it may have meant harm, so no number in it is used before it is bounded."""
+
+import json
+import re
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.window import WindowTails
+from kvmosaic.store.memory import Bytes
+
+FORMAT_NAME = "kvmosaic-entry-2"
+MAX_HEADER_BYTES = 256 * 1024
+MOST = 10**6
+"""Of any count in a header: layers, heads, columns, tokens of a window."""
+MOST_BYTES = 2**40
+"""Of an entry."""
+MOST_CONTEXT_BYTES = 4 * 2**24
+TENSORS = ("tokens", "context", "kv")
+"""In this order."""
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""As safetensors calls them."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_COUNT = re.compile(r"0|[1-9][0-9]{0,6}")
+
+
+class Source(Protocol):
+    """Where an entry's bytes come from."""
+
+    nbytes: int
+
+    def read(self, first: int, last: int) -> Bytes: ...
+
+
+class Header(NamedTuple):
+    """What stands before the tensors, and where those are. Their bytes are all there, and there are no others."""
+
+    fields: dict[str, str]
+    shape: list[int]
+    """Of the KV, as a reader of safetensors sees it."""
+    tokens: tuple[int, int]
+    """First and last byte in the source; likewise the others."""
+    context: tuple[int, int]
+    kv: tuple[int, int]
+
+
+def read_header(source: Source, most: int = MAX_HEADER_BYTES) -> Header:
+    """The header, of no more than ``most`` bytes. Raises ``ValueError``, ``KeyError``, ``TypeError``,
+    ``AttributeError`` or ``RecursionError`` if it is none."""
+    size = source.nbytes
+    length = int.from_bytes(source.read(0, min(8, size)).tobytes(), "little")
+    if length > min(size - 8, most, MAX_HEADER_BYTES):
+        raise ValueError("not a safetensors file, or a truncated one")
+    if size > MOST_BYTES:
+        raise ValueError(f"{size} bytes are more than any entry has")
+    header: dict[str, Any] = json.loads(source.read(8, 8 + length).tobytes())
+    fields = header.pop("__metadata__")
+    if fields["format"] != FORMAT_NAME or not all(isinstance(value, str) for value in fields.values()):
+        raise ValueError("not an entry of this format")
+    if header.keys() != set(TENSORS):
+        raise ValueError("not the tensors of an entry")
+    end = start = 8 + length
+    places = []
+    for name in TENSORS:
+        first, last = header[name]["data_offsets"]
+        if type(first) is not int or type(last) is not int or start + first != end or not first <= last <= size:
+            raise ValueError("the tensors do not follow one another")
+        end = start + last
+        places.append((start + first, end))
+    if end != size:
+        raise ValueError(f"{size} bytes instead of {end}")
+    return Header(fields, header["kv"]["shape"], *places)
+
+
+def format_fields(kv_format: KVFormat) -> dict[str, str]:
+    """What headers say about a format, heads apart."""
+    return {
+        "layers": str(kv_format.layers),
+        "k_dim": str(kv_format.k_dim),
+        "v_dim": str(kv_format.v_dim),
+        "dtype": str(kv_format.dtype).removeprefix("torch."),
+        "windowed": " ".join(map(str, kv_format.tails.layers)),
+        "tail": str(kv_format.tails.tokens),
+    }
+
+
+def check_format(header: Header, tokens: int, expected: KVFormat | None) -> KVFormat:
+    """The format of an entry of ``tokens`` tokens, which is the ``expected`` one if there is any, and which its
+    tensors have the very sizes of; raises ``ValueError``. Nothing was read or allocated for it yet."""
+    fields = header.fields
+    if expected is not None:
+        said = format_fields(expected) | {"heads": str(expected.heads)}
+        if any(fields[name] != text for name, text in said.items()):
+            raise ValueError("an entry of another format than the engine's")
+    names = ("layers", "heads", "k_dim", "v_dim", "dtype", "windowed", "tail")
+    kv_format = expected or _format(*(fields[name] for name in names))
+    if header.tokens[1] - header.tokens[0] != 4 * tokens:
+        raise ValueError("not as many tokens as the key says")
+    context_bytes = header.context[1] - header.context[0]
+    if context_bytes % 4 or context_bytes > MOST_CONTEXT_BYTES:
+        raise ValueError("not a context")
+    numbers = kv_format.num_elements(tokens)
+    if header.kv[1] - header.kv[0] != kv_format.heads * numbers * kv_format.dtype.itemsize:
+        raise ValueError("the KV is not of the size that its format says")
+    if header.shape != [kv_format.heads, numbers]:
+        raise ValueError("the shape in the header does not match")
+    return kv_format
+
+
+@lru_cache(maxsize=16)
+def _format(layers: str, heads: str, k_dim: str, v_dim: str, dtype: str, windowed: str, tail: str) -> KVFormat:
+    tails = WindowTails(tuple(map(_count, windowed.split())), _count(tail))
+    return KVFormat(_count(layers), _count(heads), _count(k_dim), _count(v_dim), _DTYPES[dtype], tails)
+
+
+def _count(text: str) -> int:
+    if not _COUNT.fullmatch(text) or int(text) > MOST:
+        raise ValueError(f"not a count: {text[:20]!r}")
+    return int(text)

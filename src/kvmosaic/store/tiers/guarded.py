@@ -1,0 +1,70 @@
+"""A tier whose place may hang, as disks do: nobody waits for it longer than a deadline."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store.base import EntryInfo, Tier
+from kvmosaic.store.breaker import Breaker
+
+DISK_DEADLINE_S = 30.0
+"""How long a call of the disk tier may take, besides the time to move its data. Far longer than a busy disk takes, as
+no step of an engine waits for it."""
+
+
+class GuardedTier(Tier):
+    """Another tier behind a breaker, which opens when a call does not return. Errors are nothing of the kind: a disk
+    that is full can still be read."""
+
+    def __init__(self, tier: Tier, title: str, deadline_s: float = DISK_DEADLINE_S) -> None:
+        """``title`` is for messages."""
+        self.name, self.capacity = tier.name, tier.capacity
+        self.is_far, self.lasts, self.shares_budget = tier.is_far, tier.lasts, tier.shares_budget
+        self._tier = tier
+        self._breaker = Breaker(title, deadline_s, probe=tier.check, harmless=(Exception,))
+
+    @property
+    def is_up(self) -> bool:  # type: ignore[override]
+        return self._breaker.is_up
+
+    @property
+    def set_aside(self) -> int:  # type: ignore[override]
+        return self._tier.set_aside
+
+    def size(self, key: ChunkKey) -> int | None:
+        return self._breaker.call(lambda: self._tier.size(key))
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._breaker.call(lambda: self._tier.holds(keys), progress=lambda: self._tier.progress)
+
+    def get(self, key: ChunkKey) -> ChunkKV | None:
+        sizes: list[int] = []
+
+        def get() -> ChunkKV | None:
+            sizes.append(self._tier.size(key) or 0)
+            return self._tier.get(key)
+
+        return self._breaker.call(get, lambda: sum(sizes))
+
+    def nbytes(self, entry: ChunkKV) -> int:
+        return self._tier.nbytes(entry)
+
+    def put(self, entry: ChunkKV) -> int:
+        # A copy from a GPU belongs into this thread and its stream.
+        here = replace(entry, data=entry.data.cpu())
+        return self._breaker.call(lambda: self._tier.put(here), lambda: here.nbytes)
+
+    def delete(self, key: ChunkKey) -> None:
+        self._breaker.call(lambda: self._tier.delete(key))
+
+    def delete_all(self, keys: Iterable[ChunkKey]) -> None:
+        wanted = list(keys)
+        self._breaker.call(lambda: self._tier.delete_all(wanted), progress=lambda: self._tier.progress)
+
+    def scan(self) -> Iterator[EntryInfo]:
+        return iter(self._breaker.call(lambda: list(self._tier.scan()), progress=lambda: self._tier.progress))
+
+    def close(self) -> None:
+        self._breaker.close()
+        self._tier.close()

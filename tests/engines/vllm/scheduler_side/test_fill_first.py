@@ -1,0 +1,91 @@
+"""Chunks that are filled before they are used: at once where nobody waits, else a little in each step."""
+
+import time
+
+import pytest
+
+from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
+from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, digest_of, text
+
+
+def busy_side() -> Side:
+    """Somebody else is running."""
+    side = Side(miss_policy="fill-first")
+    side.run()
+    return side
+
+
+def filled(work) -> list[bytes]:
+    whole = [digest for fill in work.fills for digest, _ in fill.chunks]
+    part = work.fill_slice
+    return [*whole, part.digest] if part is not None and part.is_last else whole
+
+
+def computed(work) -> int:
+    part = 0 if work.fill_slice is None else len(work.fill_slice.tokens)
+    return part + sum(len(fill.context) + len(tokens) for fill in work.fills for _, tokens in fill.chunks)
+
+
+def test_alone_it_is_filled_at_once():
+    side = Side(miss_policy="fill-first")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.begin(request)[0] == 100
+    [load] = side.step().loads
+    assert load.fill
+
+
+def test_little_is_filled_at_once_beside_others():
+    side = busy_side()
+    request = side.add(ask_about(text(5, STEP // 2 - 4)))
+    assert side.matched(request) == 20 + STEP // 2 - 4
+
+
+def test_much_is_filled_in_steps_that_others_can_wait_for():
+    side = busy_side()
+    request = side.add(ask_about(FIRST, SECOND))
+    waiting = {digest_of(FIRST), digest_of(SECOND)}
+    for _ in range(20):
+        if not waiting:
+            break
+        assert side.matched(request) is None
+        work = side.run()
+        assert not work.loads
+        assert computed(work) <= STEP
+        for digest in filled(work):
+            waiting.remove(digest)
+            side.report({digest: "host"})
+    assert not waiting
+    assert side.begin(request)[0] == 100
+    [load] = side.step().loads
+    assert load.start == 0
+    told = side.ours(request).report
+    assert told["mode"] == "fill"
+    assert [chunk["status"] for chunk in told["chunks"]] == ["filled", "filled"]
+    assert told["reused_tokens"] == 0
+
+
+def test_it_does_not_wait_when_the_others_are_gone():
+    side = busy_side()
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    side.step()
+    assert side.matched(request) == 100
+
+
+def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    side = busy_side()
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    now += PATIENCE_SECONDS
+    assert side.matched(request) == 100
+
+
+def test_what_another_request_waits_for_is_filled_once():
+    side = busy_side()
+    both = [side.add(ask_about(FIRST, SECOND, name=name)) for name in "ab"]
+    assert [side.matched(request) for request in both] == [None, None]
+    assert len(side.scheduler._backlog) == 2
+    side.store(FIRST, SECOND)
+    assert [side.matched(request) for request in both] == [100, 100]

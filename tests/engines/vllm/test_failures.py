@@ -1,0 +1,165 @@
+"""Failures inside the chunk cache: the engine goes on, the answer is that of a plain prefill, and the failure is
+counted."""
+
+import random
+
+import pytest
+
+from tests.engines.vllm.helpers import (
+    PART,
+    ask,
+    close,
+    draw,
+    fail,
+    forget,
+    is_idle,
+    join,
+    plain_answer,
+    scheduler_side,
+    set_miss_policy,
+    start,
+    worker_side,
+)
+
+pytestmark = pytest.mark.engine
+
+PROBING = {"recompute_ratio": 0.5, "policy": "kv-deviation(layers=0)"}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama):
+    return start(tiny_llama, miss_policy="fill-first", skip_tokenizer_init=True, prefix_blocks=True)
+
+
+@pytest.fixture
+def documents(llm):
+    """Two of three are in the store."""
+    documents = [draw(length) for length in (40, 70, 55)]
+    ids, boundaries = join([draw(9), *documents[:2], draw(5)])
+    ask(llm, ids, boundaries=boundaries)
+    return documents
+
+
+@pytest.fixture
+def errors(monkeypatch):
+    """Stages that failed from now on, on both sides."""
+    noted = []
+    from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
+
+    count = ChunkStats.count
+
+    def noting(self, name, label, amount=1):
+        if name == "errors":
+            noted.append(str(label))
+        count(self, name, label, amount)
+
+    monkeypatch.setattr(ChunkStats, "count", noting)
+    return noted
+
+
+def once(function):
+    """The function, which fails the first time."""
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        return fail() if len(calls) == 1 else function(*args, **kwargs)
+
+    return failing
+
+
+WORKER = {
+    "lookup": lambda side: (side.cache.store, "lookup", fail),
+    "pin": lambda side: (side.cache.store, "pin", fail),
+    "held": lambda side: (side.fetcher, "held", fail),
+    "fill": lambda side: (side.paged, "fill", fail),
+    "place": lambda side: (side.paged, "place", fail),
+    "probe": lambda side: (side.forward, "probe", fail),
+    "compute": lambda side: (side.paged, "compute", once(side.paged.compute)),
+    "model": lambda side: (side.forward.kv.layers[1].impl, "forward", once(side.forward.kv.layers[1].impl.forward)),
+    "put": lambda side: (side.cache.store, "put", fail),
+    "statistics": lambda side: (side.cache.store, "held", fail),
+    "changes": lambda side: (side.cache.store, "take_changes", fail),
+}
+
+
+@pytest.mark.parametrize("params", [{"recompute_ratio": 1.0}, PROBING], ids=["all", "probing"])
+@pytest.mark.parametrize("stage", WORKER)
+def test_a_worker_that_fails(llm, documents, errors, monkeypatch, stage, params):
+    """At ratio 1.0 the answer is that of a plain prefill in any case. A probing policy's is if that is what failed;
+    else it may be any: then the engine has to go on, and the next answer be right."""
+    ids, boundaries = join([draw(45), *random.sample(documents, 3), draw(7)])
+    with monkeypatch.context() as patch:
+        patch.setattr(*WORKER[stage](worker_side()))
+        [output] = ask(llm, ids, boundaries=boundaries, **params)
+        assert len(output.outputs[0].token_ids) == 8
+    exact = plain_answer(llm, ids)
+    if params == PROBING and stage in ("place", "probe"):
+        close(output, exact)
+    if params != PROBING:
+        close(output, exact)
+        assert errors or stage in ("probe", "held")
+    ids, boundaries = join([draw(33), *documents, draw(7)])
+    [after] = ask(llm, ids, boundaries=boundaries, recompute_ratio=1.0)
+    close(after, plain_answer(llm, ids))
+    assert is_idle(llm)
+    assert worker_side().cache.get_stats()["pinned"] == 0
+
+
+def test_chunks_cannot_be_forgotten(llm, documents, errors, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_side().cache.store, "clear", fail)
+        assert llm.reset_prefix_cache(reset_connector=True)
+        ids, boundaries = join([draw(33), *documents, draw(7)])
+        [output] = ask(llm, ids, boundaries=boundaries, recompute_ratio=1.0)
+    assert "clear" in errors
+    close(output, plain_answer(llm, ids))
+
+
+@pytest.mark.parametrize("stage", ["lookup", "place", "read"])
+def test_exact_prefixes_that_fail(llm, errors, monkeypatch, stage):
+    ids = draw(PART + 50)
+    with monkeypatch.context() as patch:
+        if stage == "read":
+            patch.setattr(worker_side().paged, stage, fail)
+        [before] = ask(llm, ids)
+        forget(llm)
+        if stage != "read":
+            patch.setattr(*WORKER[stage](worker_side()))
+        [output] = ask(llm, ids)
+    close(output, before)
+    assert errors
+
+
+SCHEDULER = {
+    "plan": ("_planner", "plan"),
+    "worth": ("_admission", "is_faster"),
+    "room": ("_admission", "has_room"),
+    "tokens": ("_admission", "tokens_to_compute"),
+    "admit": ("_admission", "admit"),
+    "lend": ("_lender", "lend"),
+    "mirror": ("_mirror", "tier"),
+    "backlog": ("_backlog", "take"),
+    "costs": ("_admission", "measured"),
+    "prefix": ("prefixes", "matched"),
+    "saves": ("prefixes", "due"),
+    "ends": ("prefixes", "finished"),
+}
+
+
+@pytest.mark.parametrize("stage", SCHEDULER)
+def test_a_scheduler_that_fails(llm, documents, errors, monkeypatch, stage):
+    part, method = SCHEDULER[stage]
+    set_miss_policy(monkeypatch, llm, "background")
+    ids, boundaries = join([draw(45), *random.sample(documents, 3), draw(7)])
+    other = draw(40)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler_side(llm)._admission, "is_faster", lambda *_: True)  # whatever was measured
+        patch.setattr(getattr(scheduler_side(llm), part), method, fail)
+        [output] = ask(llm, ids, boundaries=boundaries, recompute_ratio=1.0, report=True)
+        [alone] = ask(llm, other)
+    close(output, plain_answer(llm, ids))
+    close(alone, plain_answer(llm, other))
+    assert errors
+    assert is_idle(llm)
+    assert worker_side().cache.get_stats()["pinned"] == 0

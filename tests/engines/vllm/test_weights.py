@@ -1,0 +1,182 @@
+"""Weights that change in a live engine: KV of the old ones is not served, that of the new ones is kept apart."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engines.vllm.helpers import (
+    PART,
+    ask,
+    close,
+    draw,
+    exact,
+    forget,
+    join,
+    report,
+    start,
+    statuses,
+    worker_side,
+)
+from tests.engines.vllm.processes import EngineApart
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "prefix_blocks": True}
+LOADABLE = ("embed_tokens", "norm")
+"""On a CPU, vLLM packs all other weights when they are loaded, and ``load_weights`` cannot replace those."""
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_llama, tmp_path_factory):
+    """Two folders with other weights: in the first those differ that ``load_weights`` can replace, in the second the
+    others."""
+    weights = load_file(Path(tiny_llama) / "model.safetensors")
+    folders = []
+    for is_loadable in (True, False):
+        folder = tmp_path_factory.mktemp("models") / "other"
+        folder.mkdir()
+        (folder / "config.json").write_text((Path(tiny_llama) / "config.json").read_text())
+        turned = {
+            name: value.flip(-1).contiguous() if loadable(name) == is_loadable else value
+            for name, value in weights.items()
+        }
+        save_file(turned, folder / "model.safetensors")
+        folders.append(str(folder))
+    return folders
+
+
+def loadable(name: str) -> bool:
+    return any(part in name for part in LOADABLE)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Two prompts of the same documents, and one without any."""
+    documents = [draw(length) for length in (40, 70, 55)]
+    question = draw(7)
+    first = join([draw(21), *documents, question])
+    second = join([draw(33), *documents[::-1], question])
+    return first, second, draw(PART + 40)
+
+
+def answers(llm, prompts):
+    """What an engine says to all prompts, nothing of it from vLLM's own prefix cache."""
+    (first, first_parts), (second, second_parts), plain = prompts
+    outputs = []
+    for ids, params in [
+        (first, {"boundaries": first_parts}),
+        (second, {"boundaries": second_parts}),
+        (second, {"boundaries": second_parts, "recompute_ratio": 0.4, "policy": "kv-deviation(layers=0)"}),
+        (plain, {}),
+        (plain, {}),
+    ]:
+        outputs += ask(llm, ids, report=True, **params)
+        forget(llm)
+    return outputs
+
+
+def all_close(ours, theirs):
+    for mine, yours in zip(ours, theirs, strict=True):
+        close(mine, yours)
+
+
+def load_from(folder):
+    """Have RLHF code's way of loading load a folder's weights, as far as a CPU can."""
+
+    def load(worker):
+        weights = load_file(Path(folder) / "model.safetensors")
+        some = [(name, value) for name, value in weights.items() if loadable(name)]
+        worker.model_runner.model.load_weights(iter(some))
+
+    return lambda llm: llm.collective_rpc(load)
+
+
+def reload_from(folder):
+    return lambda llm: llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+
+@pytest.mark.parametrize(("change", "which"), [(load_from, 0), (reload_from, 1)])
+def test_kv_of_other_weights_is_not_served(tiny_llama, folders, prompts, change, which):
+    other = folders[which]
+    with_others = answers(start(other, **SETTINGS), prompts)
+    llm = start(tiny_llama, **SETTINGS)
+    before = answers(llm, prompts)
+    assert [exact(output)[0] for output in before] != [exact(output)[0] for output in with_others]
+
+    change(other)(llm)
+    assert llm.reset_prefix_cache()
+    all_close(answers(llm, prompts), with_others)
+    hits = llm.get_stats()["cache_hits"]
+    all_close(answers(llm, prompts), with_others)
+    assert llm.get_stats()["cache_hits"] > hits
+
+    # Back: what was stored first is found again, and nothing that was stored in between.
+    change(tiny_llama)(llm)
+    assert llm.reset_prefix_cache()
+    misses = llm.get_stats()["cache_misses"]
+    again = answers(llm, prompts)
+    all_close(again, before)
+    assert set(statuses(again[1])) == {"cached"}
+    assert llm.get_stats()["cache_misses"] == misses
+
+
+def test_a_request_that_finishes_before_and_is_saved_after_the_change(tiny_llama, folders, prompts):
+    """Its blocks are read a step after they were computed: KV of the old weights must not get the new name. Nor must
+    what vLLM's own prefix cache, which nobody emptied, has of it."""
+    (*_, plain), other = prompts, folders[1]
+    [expected] = ask(start(other, **SETTINGS), plain)
+    llm = start(tiny_llama, **SETTINGS)
+    [before] = ask(llm, plain)
+    assert exact(before)[0] != exact(expected)[0]
+    reload_from(other)(llm)
+    ask(llm, draw(2 * PART))
+    ask(llm, plain)  # whatever vLLM makes of it: its prefix cache was not emptied
+    ask(llm, draw(9))
+    forget(llm)
+    [after] = ask(llm, plain)
+    close(after, expected)
+
+
+def test_weights_put_back_by_hand_and_the_same_ones_loaded_again_change_nothing(tiny_llama, prompts):
+    llm = start(tiny_llama, **SETTINGS)
+    answers(llm, prompts)
+    reload_from(tiny_llama)(llm)
+    assert llm.reset_prefix_cache()
+    [first, *_] = answers(llm, prompts)
+    assert report(first)["mode"] == "reuse"
+    assert set(statuses(first)) == {"cached"}
+
+
+def only_the_first_rank_knows(worker):
+    """As if the other one's weights had been changed by nobody that is watched."""
+    side = worker_side()
+    if side.ranks.rank > 0:
+        side.weights._may_have_changed = False
+    return side.weights.identity
+
+
+def answers_of_ranks(llm, ids, boundaries, folders):
+    """What two ranks say with the weights of one folder after the other, and how they call those."""
+    said, names = [], []
+    for folder in folders:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        llm.collective_rpc(only_the_first_rank_knows)
+        assert llm.reset_prefix_cache()
+        said += [[list(output.outputs[0].token_ids) for output in ask(llm, ids, boundaries=boundaries)] for _ in "12"]
+        names.append(llm.collective_rpc(only_the_first_rank_knows))
+    return said, names
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU")
+def test_ranks_change_weights_in_the_same_step(tiny_llama, folders, prompts):
+    (ids, boundaries), *_ = prompts
+    order = [tiny_llama, folders[1], tiny_llama]
+    with EngineApart(tiny_llama, ranks=2, **SETTINGS) as engine:
+        said, names = engine.call(answers_of_ranks, ids, boundaries, order)
+    for folder, first, second in zip(order, said[::2], said[1::2], strict=True):
+        [alone] = ask(start(folder, **SETTINGS), ids, boundaries=boundaries)
+        assert first == second == [list(alone.outputs[0].token_ids)]
+    assert all(mine == yours for mine, yours in names)
+    assert names[0] == names[2] != names[1]

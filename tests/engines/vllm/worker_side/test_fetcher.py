@@ -1,0 +1,181 @@
+"""Fetches beside the engine's steps: none holds up another, and what nobody needs any more is left."""
+
+import threading
+import time
+
+import pytest
+
+from kvmosaic.engines.vllm.worker_side.fetcher import FETCHES_AT_ONCE, MAX_WAITING, ChunkFetcher
+from kvmosaic.store import ChunkStorageManager, MissReason
+from kvmosaic.store.tiers.disk import DiskTier
+from kvmosaic.store.tiers.host import HostTier
+from tests.store.store_helpers import CONTEXT, make_entry
+
+PATIENCE_S = 60.0
+
+
+class GatedDisk(DiskTier):
+    """A disk that answers for an entry once it may."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.opened = {}
+        self.asked = []
+
+    def get(self, key):
+        self.asked.append(key)
+        if key in self.opened:
+            assert self.opened[key].wait(PATIENCE_S)
+        return super().get(key)
+
+
+@pytest.fixture
+def entries():
+    return [make_entry(number) for number in range(40)]
+
+
+@pytest.fixture
+def disk(tmp_path, entries):
+    tier = GatedDisk(tmp_path, 2**30)
+    for entry in entries:
+        tier.put(entry)
+    yield tier
+    for gate in tier.opened.values():
+        gate.set()
+
+
+@pytest.fixture
+def store(disk):
+    opened = ChunkStorageManager([HostTier(2**30), disk])
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def fetcher(store, disk):
+    started = ChunkFetcher(store)
+    yield started
+    for gate in disk.opened.values():
+        gate.set()
+    started.close()
+
+
+def shut(disk, entry):
+    """Have reads of an entry wait for the event that is returned."""
+    gate = disk.opened[entry.key] = threading.Event()
+    return gate
+
+
+def finished(fetcher, *names):
+    """Wait until these requests' fetches are over."""
+    deadline, left = time.monotonic() + PATIENCE_S, set(names)
+    while left:
+        assert time.monotonic() < deadline, f"still waiting for {left}"
+        left -= fetcher.take_finished().keys()
+        time.sleep(0.001)
+
+
+def asked(disk, entry):
+    deadline = time.monotonic() + PATIENCE_S
+    while entry.key not in disk.asked:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_slow_fetch_does_not_hold_up_others(fetcher, disk, entries, store):
+    gate = shut(disk, entries[0])
+    fetcher.start("slow", [entries[0].key])
+    asked(disk, entries[0])
+    fetcher.start("quick", [entries[1].key])
+    finished(fetcher, "quick")
+    assert store.lookup(entries[1].key, entries[1].tokens, CONTEXT, held={}).tier == "disk"
+    gate.set()
+    finished(fetcher, "slow")
+
+
+def test_what_is_released_is_not_begun_and_not_gone_on_with(fetcher, disk, entries):
+    busy = entries[:FETCHES_AT_ONCE]
+    gates = [shut(disk, entry) for entry in busy]
+    for number, entry in enumerate(busy):
+        fetcher.start(f"busy {number}", [entry.key, entries[10 + number].key])
+    for entry in busy:
+        asked(disk, entry)
+    fetcher.start("waits", [entries[20].key])
+    fetcher.release("waits")
+    fetcher.release("busy 0")
+    for gate in gates:
+        gate.set()
+    finished(fetcher, *(f"busy {number}" for number in range(1, len(busy))))
+    fetcher.start("last", [entries[21].key])
+    finished(fetcher, "last")
+    fetcher.close()
+    assert entries[20].key not in disk.asked
+    assert entries[10].key not in disk.asked
+    assert entries[11].key in disk.asked
+    assert fetcher.take_finished() == {}
+
+
+def test_a_request_that_asks_again_waits_for_its_second_fetch(fetcher, disk, entries):
+    first, second = shut(disk, entries[0]), shut(disk, entries[1])
+    fetcher.start("a", [entries[0].key])
+    asked(disk, entries[0])
+    fetcher.start("a", [entries[1].key])
+    first.set()
+    asked(disk, entries[1])
+    fetcher.start("b", [entries[2].key])
+    finished(fetcher, "b")
+    assert fetcher.take_finished() == {}
+    second.set()
+    finished(fetcher, "a")
+
+
+def test_more_than_can_wait_are_over_at_once(fetcher, disk, entries):
+    gates = [shut(disk, entry) for entry in entries[:FETCHES_AT_ONCE]]
+    for number in range(FETCHES_AT_ONCE + MAX_WAITING + 10):
+        fetcher.start(str(number), [entries[number % FETCHES_AT_ONCE].key])
+    over = fetcher.take_finished()
+    assert len(over) >= 10
+    for gate in gates:
+        gate.set()
+    finished(fetcher, *({str(number) for number in range(FETCHES_AT_ONCE + MAX_WAITING + 10)} - over.keys()))
+
+
+def test_entries_without_room_stay_with_the_fetcher_until_they_are_released(disk, entries):
+    """A host tier that holds one entry of a prompt's three."""
+    store = ChunkStorageManager([HostTier(entries[0].nbytes), disk])
+    fetcher = ChunkFetcher(store)
+    wanted = entries[:3]
+    fetcher.start("a", [entry.key for entry in wanted])
+    finished(fetcher, "a")
+    disk.asked.clear()
+    for entry in wanted:
+        found = store.lookup(entry.key, entry.tokens, CONTEXT, held=fetcher.held("a"))
+        assert found.entry is not None
+        assert found.entry.tokens == entry.tokens
+        assert found.tier == "disk"
+    fetcher.release("a")
+    results = [store.lookup(entry.key, entry.tokens, CONTEXT, held=fetcher.held("a")) for entry in wanted]
+    assert [result.reason for result in results].count(MissReason.SLOW) == 2
+    assert disk.asked == [], "a lookup in a step asked the disk"
+    assert store.get_stats()["pinned"] == 0
+    fetcher.close()
+    store.close()
+
+
+def test_what_a_step_did_not_wait_for_is_brought_up_for_the_next(fetcher, disk, entries, store):
+    assert store.lookup(entries[0].key, entries[0].tokens, CONTEXT, held={}).reason == MissReason.SLOW
+    fetcher.bring_up([entries[0].key])
+    deadline = time.monotonic() + PATIENCE_S
+    while store.lookup(entries[0].key, entries[0].tokens, CONTEXT, held={}).entry is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert fetcher.take_finished() == {}
+
+
+def test_a_fetch_that_cannot_start_is_over(fetcher, store, entries, monkeypatch):
+    def fail(keys):
+        raise RuntimeError("a failure made for this test")
+
+    monkeypatch.setattr(store, "pin", fail)
+    fetcher.start("a", [entries[0].key])
+    finished(fetcher, "a")

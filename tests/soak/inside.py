@@ -1,0 +1,246 @@
+"""What can be seen of an engine from inside. Only this file knows how vLLM and the connector look there.
+
+Which tokens of a request stand in its blocks as reused KV is followed block by block, at the two calls by which KV
+gets there besides vLLM's own forward: entries are placed, tokens are computed. So it is known what an answer has to
+be, also where some chunks were missing, blocks were shared, or a request was preempted and put together anew.
+"""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+NAME = "soak-"
+"""What the ids of all requests begin with whose traces are looked for."""
+QUEUE_BYTES = 4 * 2**20
+"""What may wait to be written, instead of far more than such small entries ever come to."""
+
+
+class Written(NamedTuple):
+    """KV that a worker put into blocks."""
+
+    blocks: tuple[int, ...]
+    start: int
+    end: int
+    """Positions of the sequence that these are the blocks of."""
+    is_reused: bool
+    """Whether it was computed elsewhere, and moved."""
+
+
+class Begun(NamedTuple):
+    """A request that a step began, or went on with after a preemption."""
+
+    name: str
+    outputs: int
+    """How many tokens of its answer there were."""
+    reused: np.ndarray
+    """Which tokens before those that vLLM computes are reused KV, ``[tokens]`` bool."""
+
+
+# --- in a worker's process, by ``collective_rpc``
+
+
+def watch_worker(worker: Any) -> list[int]:
+    """Note what is written from now on, and have the store's queue be short; the sink prefix."""
+    side = get_kv_transfer_group().worker
+    side.written = []
+    paged, sink = side.paged, tuple(side.cache.sink)
+    place, compute = paged.place, paged.compute
+
+    def placing(moves: Any, blocks: Any, start: int) -> Any:
+        result = place(moves, blocks, start)
+        # Exact ones, of system and prefix, have all that precedes them as their context.
+        side.written.append(
+            [
+                Written(tuple(blocks[0]), max(at, start), at + len(entry.tokens), tuple(entry.context) == sink)
+                for entry, at in moves
+            ]
+        )
+        return result
+
+    def computing(runs: Any, ranges: Any) -> Any:
+        result = compute(runs, ranges)
+        side.written.append([Written(tuple(run.blocks[0]), run.start, run.end, False) for run in runs])
+        return result
+
+    paged.place, paged.compute = placing, computing
+    side.cache.store._stack.writer._max_bytes = QUEUE_BYTES
+    return list(sink)
+
+
+def take_written(worker: Any) -> tuple[list[list[Written]], float]:
+    """What each call wrote since the last time; seconds that this rank was kept waiting so far."""
+    side = get_kv_transfer_group().worker
+    written, side.written = side.written, []
+    return written, seconds_kept_waiting()
+
+
+def worker_state(worker: Any) -> dict[str, Any]:
+    """What is left on a worker's side, and counters."""
+    side = get_kv_transfer_group().worker
+    stats = side.cache.get_stats()
+    return {
+        "traces": list(traces(side, "worker")),
+        "pinned": stats["pinned"],
+        "evictions": stats["evictions"],
+        "write_errors": stats["write_errors"],
+        "hits": stats["cache_hits"],
+        "rss": resident_bytes(),
+        "threads": threading.active_count(),
+    }
+
+
+# --- in the scheduler's
+
+
+class BlockWatch:
+    """Follows which tokens in vLLM's blocks are reused KV."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._scheduler = core_scheduler(llm)
+        config = llm.llm_engine.vllm_config.cache_config
+        self._size = config.block_size
+        self._reused = np.zeros((config.num_gpu_blocks, self._size), dtype=bool)
+        self._scheduled: list[Written] = []
+        self._begun: list[tuple[str, int, np.ndarray, int]] = []
+        self._waits: list[float] = []
+        self.kept_waiting = 0.0
+        """Seconds, until the latest step, in which others had the processor that this engine was waiting for."""
+        schedule = self._scheduler.schedule
+
+        def scheduling(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._follow(output)
+            return output
+
+        self._scheduler.schedule = scheduling
+        self.sink = tuple(llm.collective_rpc(watch_worker)[0])
+
+    def _follow(self, output: Any) -> None:
+        """What vLLM's forward computes, whatever was in the blocks before."""
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        begins = {*cached.resumed_req_ids, *(new.req_id for new in output.scheduled_new_reqs)}
+        for request_id, start in computed.items():
+            blocks = self._scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+            end = start + output.num_scheduled_tokens[request_id]
+            self._scheduled.append(Written(tuple(blocks), start, end, False))
+            if request_id in begins:
+                request = self._scheduler.requests[request_id]
+                self._begun.append((request_id, request.num_output_tokens, np.array(blocks), start))
+
+    def _note(self, together: Iterable[Written]) -> None:
+        """What came into blocks."""
+        for blocks, start, end, is_reused in together:
+            positions = np.arange(start, max(start, end))
+            where = np.asarray(blocks)[positions // self._size], positions % self._size
+            self._reused[where] = is_reused
+
+    def after_step(self) -> list[Begun]:
+        """What the step began. Workers load what it needs before vLLM's own forward."""
+        ranks = self._llm.collective_rpc(take_written)
+        waits = [seconds for _, seconds in ranks]
+        self.kept_waiting += max(now - before for now, before in zip(waits, self._waits or waits, strict=True))
+        self._waits = waits
+        for together in ranks[0][0]:
+            self._note(together)
+        self._note(self._scheduled)
+        begun = []
+        for request_id, outputs, blocks, start in self._begun:
+            positions = np.arange(start)
+            where = blocks[positions // self._size], positions % self._size
+            begun.append(Begun(own_name(request_id), outputs, self._reused[where]))
+        self._begun.clear()
+        self._scheduled.clear()
+        return begun
+
+
+def core_scheduler(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def own_name(request_id: str) -> str:
+    """What we called a request; vLLM adds something of its own."""
+    return request_id.rpartition("-")[0] if request_id.count("-") > NAME.count("-") else request_id
+
+
+def chunks_of(llm: Any, name: str) -> tuple[tuple[int, int], ...] | None:
+    """Where the connector found chunks in a request that just came; ``None`` if it serves it as vLLM would."""
+    for request_id, request in core_scheduler(llm).connector.scheduler._requests.items():
+        if own_name(request_id) == name:
+            return tuple((span.start, span.end) for span in request.prompt.chunks)
+    return None
+
+
+def preemptions(llm: Any) -> dict[str, int]:
+    """How often each living request was preempted."""
+    return {own_name(name): request.num_preemptions for name, request in core_scheduler(llm).requests.items()}
+
+
+def engine_state(llm: Any) -> dict[str, Any]:
+    """What is left of requests when none is there: in all tables, on both sides."""
+    scheduler = core_scheduler(llm)
+    pool = scheduler.kv_cache_manager.block_pool
+    ranks = llm.collective_rpc(worker_state)
+    side = scheduler.connector.scheduler
+    left = [
+        *traces(side, "scheduler"),
+        *(f"rank {i}: {each}" for i, rank in enumerate(ranks) for each in rank["traces"]),
+    ]
+    if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:  # one is vLLM's own
+        left.append(f"{pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()} of vLLM's blocks are not free")
+    left += [f"rank {i}: {rank['pinned']} entries are pinned" for i, rank in enumerate(ranks) if rank["pinned"]]
+    return {
+        "left": left,
+        "evictions": sum(rank["evictions"] for rank in ranks),
+        "write_errors": sum(rank["write_errors"] for rank in ranks),
+        "hits": ranks[0]["hits"],
+        "rss": max(rank["rss"] for rank in ranks),
+        "threads": max(rank["threads"] for rank in ranks),
+    }
+
+
+# --- in any
+
+
+def traces(root: object, name: str) -> Iterator[str]:
+    """Where the id of a request still stands, anywhere in our objects below ``root``."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, object]] = [(name, root)]
+    while waiting:
+        path, each = waiting.pop()
+        if isinstance(each, str):
+            if each.startswith(NAME):
+                yield path
+            continue
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Mapping):
+            waiting += [(path, key) for key in each if isinstance(key, str)]
+            waiting += [(f"{path}[…]", value) for value in each.values()]
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            waiting += [(f"{path}[…]", value) for value in each if not isinstance(value, (int, float))]
+        elif type(each).__module__.startswith("kvmosaic"):
+            names = [*vars(each)] if hasattr(each, "__dict__") else getattr(type(each), "__slots__", ())
+            waiting += [(f"{path}.{name}", getattr(each, name, None)) for name in names if name != "written"]
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def seconds_kept_waiting() -> float:
+    """How long this thread waited for a processor so far, because others had it."""
+    try:
+        with open(f"/proc/self/task/{threading.get_native_id()}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0

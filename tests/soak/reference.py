@@ -1,0 +1,125 @@
+"""What answers have to be, by transformers and by the embedded engine, in float32, on the same weights.
+
+Every token of an answer is checked, given those before it. An exact one has to be what the model says that is left
+to itself: no cache, no connector, not even vLLM. Of an approximate one it is known which tokens of its prompt were
+reused; the embedded engine computes these chunks alone, moves them into place, and computes all else over them.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvmosaic.blend import policy_named
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.hf.request_kv import RequestKV
+from kvmosaic.hf import LLM
+from tests.soak.inside import Begun
+from tests.soak.session import Answer
+
+TOLERANCE = 2e-3
+"""How far log-probabilities may be apart that were summed in another order."""
+
+
+class Reference:
+    """Says of answers whether they are right."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._engines: dict[str, LLM] = {}
+
+    def problem(self, answer: Answer, sink: str) -> tuple[str, str | None]:
+        """How the answer was checked (``exact``, ``embedded engine`` or ``undecided``), and what is wrong with it."""
+        if answer.chunks is None or answer.ratio == 1 or not any(begun.reused.any() for begun in answer.begins):
+            return "exact", _differs(answer, self._left_to_itself(answer))
+        if answer.policy.startswith("kv-deviation") and answer.ratio > 0:
+            return self._deviating(answer, sink)
+        ends = [*(begun.outputs for begun in answer.begins[1:]), len(answer.answer)]
+        for begun, end in zip(answer.begins, ends, strict=True):
+            if end == begun.outputs:
+                continue
+            problem = _differs(answer, self._mixed(answer, begun, sink), begun.outputs, end)
+            if problem is not None:
+                return "embedded engine", f"{problem}; chunks {_shares(answer, begun.reused)}"
+        return "embedded engine", None
+
+    def _left_to_itself(self, answer: Answer) -> torch.Tensor:
+        """Logits ``[answer, vocab]``."""
+        ids = torch.tensor([[*answer.tokens, *answer.answer[:-1]]])
+        with torch.inference_mode():
+            return self._model(input_ids=ids, use_cache=False, logits_to_keep=len(answer.answer)).logits[0]
+
+    def _mixed(self, answer: Answer, begun: Begun, sink: str) -> torch.Tensor:
+        """Logits ``[answer, vocab]`` where some tokens are reused and all others computed over them."""
+        llm, prompt = self._engine(sink), _prompt(answer)
+        everything = [*answer.tokens, *answer.answer[:-1]]
+        length, known = len(everything), len(begun.reused)
+        last = len(prompt.token_ids) - 1
+        is_computed = np.ones(length, dtype=bool)
+        is_computed[:known] = ~begun.reused
+        with llm.engine.session():
+            kv = RequestKV(llm.engine.format, length, llm.model.device)
+            spans = [span for span in prompt.chunks if not is_computed[span.start : span.end].all()]
+            chunks = [prompt.tokens_of(span) for span in spans]
+            context = llm.chunk_cache.context_of(prompt)
+            for span, item in zip(spans, llm.chunk_cache.find_or_fill(chunks, context, length), strict=True):
+                llm.engine.remap(item.entry, kv, span.start, length)
+            found = torch.full((len(answer.answer), llm.model.config.vocab_size), torch.nan)
+            positions = np.flatnonzero(is_computed)
+            tokens = [everything[at] for at in positions]
+            count = int((positions >= last).sum())
+            logits = llm.engine.forward(tokens, positions.tolist(), kv, length, last=max(1, count))
+            if count:
+                found[positions[-count:] - last] = logits
+        return found
+
+    def _deviating(self, answer: Answer, sink: str) -> tuple[str, str | None]:
+        """This policy leaves what it computed to look at in the lower layers, so the whole choice is made again.
+        Deviations may be nearly equal; then another choice is as good and proves nothing."""
+        llm, prompt = self._engine(sink), _prompt(answer)
+        [begun, *more] = answer.begins
+        inside = {at for span in prompt.chunks for at in range(span.start, span.end)}
+        computed = {at for at in inside if at >= len(begun.reused) or not begun.reused[at]}
+        with llm.engine.session():
+            assembled = llm.assemble(prompt, answer.ratio, len(answer.answer), policy_named(answer.policy))
+            if more or set(assembled.recomputed) != computed:
+                return "undecided", None
+            logits, so_far = [assembled.logits], list(answer.tokens)
+            for token in answer.answer[:-1]:
+                so_far.append(token)
+                logits.append(assembled.step(so_far))
+        return "embedded engine", _differs(answer, torch.stack(logits))
+
+    def _engine(self, sink: str) -> LLM:
+        if sink not in self._engines:
+            settings = {"enable_chunk_cache": True, "miss_policy": "fill-first", "sink_prefix": sink}
+            self._engines[sink] = LLM(self._model, self._tokenizer, host_memory="256MiB", **settings)
+        return self._engines[sink]
+
+
+def _prompt(answer: Answer) -> ChunkedPrompt:
+    assert answer.chunks is not None
+    return ChunkedPrompt(tuple(answer.tokens), tuple(Span(*chunk) for chunk in answer.chunks))
+
+
+def _shares(answer: Answer, mask: np.ndarray) -> str:
+    """How much of each chunk was reused."""
+    spans = _prompt(answer).chunks
+    return ", ".join(f"{span.start}-{span.end}: {int(mask[span.start : span.end].sum())}" for span in spans)
+
+
+def _differs(answer: Answer, logits: torch.Tensor, first: int = 0, end: int | None = None) -> str | None:
+    """Which token, from ``first`` to before ``end``, is not the likeliest, or not as likely as was said."""
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.max(-1).values
+    for index in range(first, len(answer.answer) if end is None else end):
+        token, said = answer.answer[index], answer.logprobs[index]
+        ours = float(logprobs[index, token])
+        if not (float(best[index]) - ours <= TOLERANCE and abs(said - ours) <= TOLERANCE):
+            return (
+                f"token {index} of {len(answer.answer)}: {token} at {said:.4f}, which has {ours:.4f}; "
+                f"the likeliest has {float(best[index]):.4f}"
+            )
+    return None

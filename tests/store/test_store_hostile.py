@@ -1,0 +1,340 @@
+"""Whoever can write to a store can waste a lookup, and nothing else: not time, not memory, not other requests' KV."""
+
+import json
+import os
+import socket
+import stat
+import threading
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forgery import fields_of, forged
+from store_helpers import make_entry, same
+
+from kvmosaic.core.config import load_config
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store import ChunkStorageManager, CorruptEntryError, DiskTier, HostTier, MissReason, open_store
+from kvmosaic.store.tiers.disk import INCOMING, SET_ASIDE, entry_path
+
+PLENTY = 2**30
+ENTRY = make_entry(3)
+MEMORY = 8 * 2**20
+"""Bytes that a lookup of a hostile file may take, for a moment."""
+LINES = 200_000
+"""Of Python that it may run: a hundred times what it does."""
+
+HEADERS: dict[str, dict[str, Any]] = {
+    "a billion layers": {"layers": str(10**9)},
+    "thirty million layers": {"layers": str(3 * 10**7)},
+    "windows in all of many layers": {"layers": "20000", "windowed": " ".join(map(str, range(20_000)))},
+    "the same window many times": {"windowed": " ".join(["0"] * 20_000), "tail": "1"},
+    "windows in layers that are not there": {"windowed": "5 6", "tail": "1"},
+    "windows that do not ascend": {"windowed": "1 0", "tail": "4"},
+    "a billion heads": {"heads": str(10**9)},
+    "a billion columns": {"k_dim": str(10**9)},
+    "negative layers": {"layers": "-2", "heads": "-2"},
+    "negative columns": {"k_dim": "-3", "v_dim": "11"},
+    "a huge tail": {"tail": "9" * 4000, "windowed": "0"},
+    "a number with thousands of digits": {"layers": "1" * 200_000},
+    "a number that is none": {"layers": "2.0"},
+    "other digits": {"layers": "\u0662"},
+    "a dtype that is something else": {"dtype": "load"},
+    "no text": {"layers": 2},
+    "a list": {"head_checksums": ["0"] * 1000},
+}
+
+
+def planted(root: Path, content: bytes, key: ChunkKey = ENTRY.key) -> Path:
+    path = root / entry_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def cheaply_found(store: ChunkStorageManager, entry: ChunkKV) -> Any:
+    """A lookup that may neither take memory nor time, the latter counted in lines: a busy machine has no clock."""
+    import sys
+
+    lines = 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += 1
+        assert lines < LINES, "a lookup of a hostile file runs for ever"
+        return count
+
+    tracemalloc.start()
+    sys.settrace(count)
+    try:
+        result = store.lookup(entry.key, entry.tokens, entry.context)
+    finally:
+        sys.settrace(None)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < MEMORY
+    return result
+
+
+@pytest.mark.parametrize("knows_format", [False, True], ids=["any format", "own format"])
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_hostile_header_costs_nothing(tmp_path: Path, header: str, knows_format: bool) -> None:
+    settings = load_config(disk_path=tmp_path, host_memory=PLENTY)
+    store = open_store(settings, kv_format=ENTRY.format) if knows_format else open_store(settings)
+    path = planted(tmp_path, forged(ENTRY, HEADERS[header]))
+    result = cheaply_found(store, ENTRY)
+    assert (result.entry, result.reason) == (None, MissReason.CORRUPT)
+    assert not path.exists()
+    # It can be replaced.
+    assert store.put(ENTRY)
+    store.close()
+    assert DiskTier(tmp_path, PLENTY).get(ENTRY.key) is not None
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"kv": {"dtype": "BF16", "shape": [2, 64], "data_offsets": [20, 10**15]}},
+        {"kv": {"dtype": "BF16", "shape": [2, 64], "data_offsets": [20.0, 276.0]}},
+        {"kv": {"dtype": "BF16", "shape": [2, 64], "data_offsets": [True, False]}},
+        {"kv": {"dtype": "BF16", "shape": [2, 64], "data_offsets": []}},
+        {"kv": {"dtype": "BF16", "shape": [4, 32], "data_offsets": [20, 276]}},
+        {"other": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}},
+        {"__metadata__": []},
+        {"__metadata__": {str(number): "" for number in range(20_000)}},
+    ],
+)
+def test_hostile_tensors_cost_nothing(tmp_path: Path, header: dict[str, Any]) -> None:
+    store = open_store(load_config(disk_path=tmp_path, host_memory=PLENTY), kv_format=ENTRY.format)
+    planted(tmp_path, forged(ENTRY, header=header))
+    assert cheaply_found(store, ENTRY).reason is MissReason.CORRUPT
+
+
+@pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a":' * 40_000, b"9" * 200_000, b"\xff" * 1000, b""])
+def test_what_is_no_header_costs_nothing(tmp_path: Path, text: bytes) -> None:
+    store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
+    planted(tmp_path, len(text).to_bytes(8, "little") + text)
+    assert cheaply_found(store, ENTRY).reason is MissReason.CORRUPT
+
+
+def test_a_file_that_claims_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    """A file with a hole: it takes no room on disk, and would take all memory."""
+    store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
+    size = 2**41
+    tokens, context = 4 * len(ENTRY.tokens), 4 * len(ENTRY.context)
+    kv = {"dtype": "BF16", "shape": [2, 64], "data_offsets": [tokens + context, size]}
+    content = forged(ENTRY, header={"kv": kv})
+    path = planted(tmp_path, content)
+    os.truncate(path, 8 + int.from_bytes(content[:8], "little") + size)
+    assert cheaply_found(store, ENTRY).reason is MissReason.CORRUPT
+
+
+@pytest.mark.parametrize("tokens", [3, 5, 1])
+def test_the_number_of_tokens_is_the_keys(tmp_path: Path, tokens: int) -> None:
+    tier = DiskTier(tmp_path, PLENTY)
+    other = make_entry(3, tokens=tokens)
+    content = forged(replace(other, key=ENTRY.key), kv=other.data.view(torch.uint8).numpy().tobytes())
+    planted(tmp_path, content)
+    with pytest.raises(CorruptEntryError):
+        tier.get(ENTRY.key)
+
+
+OTHERS = {
+    "heads": make_entry(3, heads=4),
+    "one head": make_entry(3, heads=1),
+    "layers": make_entry(3, layers=3),
+    "fewer columns": make_entry(3, k_dim=2),
+    "columns moved": make_entry(3, k_dim=5, v_dim=3),
+    "dtype of the same size": make_entry(3, dtype=torch.float16),
+    "dtype of another size": make_entry(3, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_entry_of_another_format_is_never_returned(tmp_path: Path, other: str) -> None:
+    """A sound one, under the very key: in memory and on disk."""
+    wrong = OTHERS[other]
+    assert wrong.key == ENTRY.key
+    writer = open_store(load_config(disk_path=tmp_path, host_memory=PLENTY))
+    assert writer.put(wrong)
+    writer.close()
+    store = open_store(load_config(disk_path=tmp_path, host_memory=PLENTY), kv_format=ENTRY.format)
+    store.fetch([ENTRY.key])
+    result = store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context)
+    assert (result.entry, result.reason) == (None, MissReason.CORRUPT)
+    assert not store.put(wrong)
+    assert store.put(ENTRY)
+    found = store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context).entry
+    assert found is not None
+    assert same(found, ENTRY)
+    store.close()
+    stored = DiskTier(tmp_path, PLENTY).get(ENTRY.key)
+    assert stored is not None
+    assert same(stored, ENTRY)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    target = path.parent / "elsewhere"
+    target.write_bytes(forged(ENTRY))
+    path.symlink_to(target)
+
+
+def broken_link(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def a_socket(path: Path) -> None:
+    here = os.open(path.parent, os.O_PATH)  # names of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{here}/{path.name}")
+    finally:
+        os.close(here)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+    except PermissionError:
+        pytest.skip("only an administrator can make devices")
+
+
+@pytest.fixture
+def in_time() -> Callable[[Callable[[], Any]], Any]:
+    """Runs something that must not hang."""
+
+    def run(function: Callable[[], Any]) -> Any:
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert results, "it hangs"
+        return results[0]
+
+    return run
+
+
+@pytest.mark.parametrize("make", [fifo, link, broken_link, folder, a_socket, device])
+def test_what_is_no_file_in_place_of_an_entry(
+    tmp_path: Path, make: Callable[[Path], None], in_time: Callable[[Callable[[], Any]], Any]
+) -> None:
+    path = tmp_path / entry_path(ENTRY.key)
+    path.parent.mkdir(parents=True)
+    make(path)
+    store = in_time(lambda: ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)]))
+    assert not list(in_time(lambda: list(store.scan())))
+    assert not in_time(lambda: store.contains(ENTRY.key))
+    result = in_time(lambda: store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context))
+    assert (result.entry, result.reason) == (None, MissReason.CORRUPT)
+    assert in_time(lambda: store.put(ENTRY))
+    in_time(lambda: store.close() or True)
+    stored = in_time(lambda: DiskTier(tmp_path, PLENTY).get(ENTRY.key))
+    assert same(stored, ENTRY)
+
+
+@pytest.mark.parametrize("make", [fifo, link, folder, a_socket])
+def test_a_writer_replaces_what_is_no_file(
+    tmp_path: Path, make: Callable[[Path], None], in_time: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Without having read it before; a folder stays, as a failed write."""
+    path = tmp_path / entry_path(ENTRY.key)
+    path.parent.mkdir(parents=True)
+    make(path)
+    store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
+    assert in_time(lambda: store.put(ENTRY))
+    in_time(lambda: store.close() or True)
+    if make is folder:
+        assert store.get_stats()["write_errors"] == 1
+        return
+    assert stat.S_ISREG(path.lstat().st_mode)
+    if make is link:
+        assert (path.parent / "elsewhere").read_bytes() == forged(ENTRY)
+
+
+@pytest.mark.parametrize("name", [INCOMING, SET_ASIDE, "default"])
+@pytest.mark.parametrize("make", [fifo, folder, a_socket])
+def test_what_stands_in_place_of_our_folders_leads_nowhere(
+    tmp_path: Path, name: str, make: Callable[[Path], None], in_time: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """``folder``: a link to a folder of somebody's, with a file in it that is old."""
+    root, theirs = tmp_path / "store", tmp_path / "theirs"
+    root.mkdir()
+    theirs.mkdir()
+    precious = theirs / "precious"
+    precious.write_text("mine")
+    os.utime(precious, (1, 1))
+    if make is folder:
+        (root / name).symlink_to(theirs)
+    else:
+        make(root / name)
+    store = in_time(lambda: ChunkStorageManager([HostTier(PLENTY), DiskTier(root, PLENTY)]))
+    assert in_time(lambda: store.put(ENTRY))
+    in_time(lambda: store.flush() or True)
+    if name == SET_ASIDE:  # an entry that is damaged cannot be moved there
+        path = root / entry_path(ENTRY.key)
+        path.write_bytes(b"damaged")
+        again = ChunkStorageManager([HostTier(PLENTY), DiskTier(root, PLENTY)])
+        assert in_time(lambda: again.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context)).entry is None
+        DiskTier(root, PLENTY).remove_set_aside()
+    else:
+        assert store.get_stats()["write_errors"] == 1
+    in_time(lambda: store.clear() or True)
+    assert [path.name for path in theirs.rglob("*")] == ["precious"]
+    assert precious.read_text() == "mine"
+
+
+def test_files_are_this_users_alone(tmp_path: Path) -> None:
+    """Also in folders that an earlier release made for everybody."""
+    root = tmp_path / "new" / "store"
+    before = os.umask(0)
+    try:
+        tier = DiskTier(root, PLENTY)
+        old = (root / entry_path(ENTRY.key)).parent
+        old.mkdir(parents=True)
+        (root / INCOMING).mkdir()
+        tier.put(ENTRY)
+        tier.put(make_entry(4, tenant="another"))
+        (root / entry_path(ENTRY.key)).write_bytes(b"damaged")
+        with pytest.raises(CorruptEntryError):
+            tier.get(ENTRY.key)
+        tier.put(ENTRY)
+    finally:
+        os.umask(before)
+    for path in (root, *root.rglob("*")):
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.lstat().st_mode) == wanted, path
+
+
+def test_a_name_cannot_stand_for_a_billion_heads(tmp_path: Path) -> None:
+    """Listed from disk or remote, it would be taken apart into as many names."""
+    text = str(ENTRY.key).replace("@all@", "@0-999999998of999999999L0-1@")
+    with pytest.raises(ValueError, match="not a chunk key"):
+        ChunkKey.parse(text)
+    fields = fields_of(ENTRY) | {"key": text}
+    name = f"{ENTRY.key.content_hash.hex()}-4-0-999999998of999999999L0-1.safetensors"
+    path = (tmp_path / entry_path(ENTRY.key)).parent / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(forged(ENTRY, fields))
+    assert not list(DiskTier(tmp_path, PLENTY).scan())
+
+
+def test_forgery_is_faithful(tmp_path: Path) -> None:
+    """Else nothing above would prove anything."""
+    planted(tmp_path, forged(ENTRY))
+    found = DiskTier(tmp_path, PLENTY).get(ENTRY.key)
+    assert found is not None
+    assert same(found, ENTRY)
+    assert json.loads(forged(ENTRY)[8:].split(b"}}")[0] + b"}}")

@@ -1,0 +1,243 @@
+"""A disk that hangs, comes back, or is full: no put and no look-up waits for it, and what is lost is counted."""
+
+import os
+import resource
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from store_helpers import make_entry, same
+
+from kvmosaic.core.config import load_config
+from kvmosaic.store import ChunkStorageManager, MissReason, open_store
+from kvmosaic.store import breaker as breaker_module
+from kvmosaic.store import open as open_module
+from kvmosaic.store.tiers import guarded
+from kvmosaic.store.tiers.disk import DiskTier
+
+ONE = make_entry(0).nbytes
+DEADLINE_S = 0.3
+LONG_S = 20.0
+"""A test that waits so long has found somebody who waits for ever."""
+
+
+class HungDisk(DiskTier):
+    """Every call waits while it hangs, as in a file system whose server is gone."""
+
+    hanging = threading.Event()
+    back = threading.Event()
+    waiting: ClassVar[set[int]] = set()
+
+    def _wait(self) -> None:
+        waiting, me = type(self).waiting, threading.get_ident()  # of this test, also when the next has begun
+        if self.hanging.is_set():
+            waiting.add(me)
+            self.back.wait()
+            waiting.discard(me)
+
+    def check(self) -> None:
+        self._wait()
+        super().check()
+
+    def size(self, key: Any) -> Any:
+        self._wait()
+        return super().size(key)
+
+    def get(self, key: Any) -> Any:
+        self._wait()
+        return super().get(key)
+
+    def put(self, entry: Any) -> Any:
+        self._wait()
+        return super().put(entry)
+
+    def delete(self, key: Any) -> Any:
+        self._wait()
+        super().delete(key)
+
+    def scan(self) -> Any:
+        self._wait()
+        return super().scan()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Has the disk hang or come back."""
+
+    def set_hanging(is_hanging: bool) -> None:
+        if is_hanging:
+            HungDisk.back.clear()
+            HungDisk.hanging.set()
+        else:
+            HungDisk.hanging.clear()
+            HungDisk.back.set()
+
+    monkeypatch.setattr(open_module, "DiskTier", HungDisk)
+    monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(breaker_module, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(guarded.GuardedTier.__init__, "__defaults__", (DEADLINE_S,))
+    HungDisk.waiting = set()
+    yield set_hanging
+    set_hanging(False)
+
+
+def opened(path: Path, host: int = 4 * ONE) -> ChunkStorageManager:
+    return open_store(load_config(disk_path=path, host_memory=host))
+
+
+def in_time(function: Callable[[], Any]) -> Any:
+    """What ``function`` returns, in a thread that is left behind if it never does."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert results, "it waits for ever"
+    return results[0]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_hung_disk_stops_nobody(tmp_path: Path, hang: Callable[[bool], None]) -> None:
+    """Whatever an engine's step calls; and what is asked for after the first deadline is answered at once."""
+    store = opened(tmp_path)
+    store.put(make_entry(0))
+    store.flush()
+    hang(True)
+    entries = [make_entry(number) for number in range(1, 40)]
+
+    def step() -> bool:
+        for entry in entries:
+            with store.pin([entry.key]):
+                store.absent([entry.key])
+                assert store.put(entry)
+                found = store.lookup(entry.key, entry.tokens, entry.context)
+                assert found.entry is not None
+                assert same(found.entry, entry)
+            store.take_changes()
+            store.held()
+            store.event_counts()
+            store.get_stats()
+        return True
+
+    assert in_time(step)
+    until(lambda: not store._stack.tiers[-1].is_up)
+    assert in_time(lambda: store.lookup(make_entry(0).key, make_entry(0).tokens, make_entry(0).context)).reason in (
+        MissReason.ERROR,
+        None,
+    )
+    assert in_time(lambda: store.contains(make_entry(99).key)) is False
+    assert in_time(lambda: store.clear() or True)
+    assert in_time(lambda: store.flush() or True)
+    assert in_time(lambda: store.close() or True)
+    assert len(HungDisk.waiting) <= 3, "threads that are left behind are few"
+
+
+def test_the_disk_comes_back(tmp_path: Path, hang: Callable[[bool], None], caplog: pytest.LogCaptureFixture) -> None:
+    store = opened(tmp_path, host=100 * ONE)
+    kept = [make_entry(number) for number in range(5)]
+    assert all(store.put(entry) for entry in kept)
+    assert store.lasting([entry.key for entry in kept]) == {entry.key for entry in kept}
+    for _ in range(2):
+        hang(True)
+        assert in_time(lambda: store.put(make_entry(10 + len(caplog.records))))
+        until(lambda: not store._stack.tiers[-1].is_up)
+        # Nothing is tried while the calls that hang may still do something.
+        waiting = set(HungDisk.waiting)
+        time.sleep(0.5)
+        assert HungDisk.waiting == waiting
+        hang(False)
+        until(lambda: store._stack.tiers[-1].is_up)
+    assert store.lasting([entry.key for entry in kept]) == {entry.key for entry in kept}
+    late = make_entry(50)
+    assert store.put(late)
+    assert store.lasting([late.key]) == {late.key}
+    assert store.get_stats()["write_errors"] >= 2
+    store.close()
+    again = opened(tmp_path)
+    for entry in (*kept, late):
+        found = again.lookup(entry.key, entry.tokens, entry.context)
+        assert found.entry is not None
+        assert same(found.entry, entry)
+    again.close()
+
+
+def test_what_the_queue_has_no_room_for_is_counted(tmp_path: Path, hang: Callable[[bool], None]) -> None:
+    store = opened(tmp_path, host=2 * ONE)
+    store._stack.writer._max_bytes = 3 * ONE
+    hang(True)
+    count = 200
+    assert all(in_time(lambda: [store.put(make_entry(number)) for number in range(count)]))
+    hang(False)
+    until(lambda: store._stack.tiers[-1].is_up)
+    store.flush()
+    stats = store.get_stats()
+    there = sum(store.contains(make_entry(number).key) for number in range(count))
+    assert stats["dropped_writes"] > 0
+    assert there + stats["dropped_writes"] + stats["write_errors"] >= count
+    store.close()
+
+
+def test_a_start_with_a_hung_disk(tmp_path: Path, hang: Callable[[bool], None]) -> None:
+    opened(tmp_path).close()
+    disk = DiskTier(tmp_path, 2**30)
+    disk.put(make_entry(1))
+    first = HungDisk.check
+    try:
+        HungDisk.check = DiskTier.check  # type: ignore[method-assign] # it hangs right after it was looked at
+        hang(True)
+        store = in_time(lambda: opened(tmp_path))
+    finally:
+        HungDisk.check = first  # type: ignore[method-assign]
+    assert in_time(lambda: store.put(make_entry(2)))
+    assert in_time(lambda: store.close() or True)
+
+
+def test_a_hung_call_blocks_no_other_key(tmp_path: Path, hang: Callable[[bool], None]) -> None:
+    """Asked for right when it hangs, by one thread; meanwhile others use what is in memory."""
+    store = opened(tmp_path)
+    store.put(make_entry(0))
+    store.flush()
+    hang(True)
+    stuck = threading.Thread(target=lambda: store.contains(make_entry(77).key), daemon=True)
+    stuck.start()
+    until(lambda: bool(HungDisk.waiting))
+    found = in_time(lambda: store.lookup(make_entry(0).key, make_entry(0).tokens, make_entry(0).context))
+    assert found.tier == "host"
+    stuck.join(LONG_S)
+    assert not stuck.is_alive()
+    hang(False)
+    store.close()
+
+
+def test_a_full_disk_is_still_read(tmp_path: Path) -> None:
+    """Full for real, as far as this process goes: no file may grow beyond what the first one has."""
+    store = opened(tmp_path)
+    store.put(make_entry(0))
+    store.close()
+    store = opened(tmp_path)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        assert store.put(make_entry(1))
+        store.flush()
+        found = store.lookup(make_entry(0).key, make_entry(0).tokens, make_entry(0).context)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert found.tier == "disk"
+    assert store.get_stats()["write_errors"] == 1
+    assert store.put(make_entry(2))
+    assert store.lasting([make_entry(2).key])
+    store.close()
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if stat.S_ISREG(os.lstat(path).st_mode)]
+    assert min(sizes) > ONE, "what was half written is gone"
