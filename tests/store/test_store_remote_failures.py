@@ -347,6 +347,8 @@ def test_closing_waits_for_calls_that_were_left_behind(tmp_path: Path) -> None:
         store.flush()
         server.server.pause()
         assert find(store, make_entry(2)).reason is MissReason.ERROR  # its call goes on
-        threading.Timer(1.0, server.server.resume).start()
+        resuming = threading.Timer(1.0, server.server.resume)
+        resuming.start()
         store.close()
+        resuming.join()  # else it may resume the server under the next round's lookup
     server.kill()

@@ -86,7 +86,7 @@ class ChunkLoader:
                 self._compute([*before, mine])
                 before, mine = [], _Due([])
             blended = None if blend is None else self._blender.choose(blend)
-            if blended is None:
+            if blend is None or blended is None:
                 self._stats.failed("choose")
                 return [*before, self._whole(load, Fallback.ERROR)]
             wanted = np.zeros_like(fresh)
@@ -95,9 +95,10 @@ class ChunkLoader:
             self._count(load, brought, fresh, int(wanted.sum()))
         if mine.runs:
             wanted |= fresh
-        elif len(blended):
-            # Text behind a recomputed token was computed before it, to choose; it has to see what that became.
-            wanted[blended[0] :] |= fresh[blended[0] :]
+        else:
+            # Text behind a changed token was computed before it, to choose; it has to see what that became.
+            changed = blend.probe.first_changed(blended)
+            wanted[changed:] |= fresh[changed:]
         return [*before, self._first_slice(load, _Due(_runs(load, wanted), mine.system_remainder))]
 
     def _whole(self, load: ChunkLoad, reason: Fallback) -> _Due:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, KVPart
@@ -70,19 +71,31 @@ class VllmProbe(AssembledPrompt):
         # Before others are written in its place.
         reused = next(self._paged.reused(self._moves, self._blocks, [layer], part))
         self.compute_chunks(layer, observe)
-        skipped = max(0, self._start - self.prompt.chunks[0].start)
-        distance = torch.cat(fresh, dim=1).float() - reused[:, skipped:].float()
+        positions = self.positions()
+        computed = positions >= self._start
+        rows = (positions[computed] - self._first_computed).to(reused.device)
+        distance = torch.cat(fresh, dim=1)[:, rows].float() - reused[:, computed.to(reused.device)].float()
         changed = torch.zeros(self.chunk_tokens, device=distance.device)
-        changed[skipped:] = distance.square().sum((0, 2))
+        changed[computed.to(distance.device)] = distance.square().sum((0, 2))
         return self._ranks.sum(changed)
 
     def compute_chunks(self, layer: int, observe: Observer = lambda *_: None) -> int:
-        """Compute all chunk tokens up to the K and V of ``layer``, which is returned."""
-        runs = [self._run(max(span.start, self._start), span.end) for span in self.prompt.chunks]
-        self._forward.probe(runs, [layer], observe)
+        """Compute all chunk tokens, and the text between them, up to the K and V of ``layer``, which is returned."""
+        self._forward.probe([self._run(self._first_computed, self.prompt.chunks[-1].end)], [layer], observe)
         self.charged += self.chunk_tokens * (layer + 1)
         self.computed_layer = layer
         return layer
+
+    def first_changed(self, recomputed: np.ndarray) -> int:
+        """The first position whose KV is no longer what stood there before the choice, if ``recomputed``
+        (positions, ascending) were chosen."""
+        if self.computed_layer is not None:
+            return self._first_computed
+        return int(recomputed[0]) if len(recomputed) else self.prompt.question.start
+
+    @property
+    def _first_computed(self) -> int:
+        return max(self.prompt.chunks[0].start, self._start)
 
     def _run(self, start: int, end: int) -> Run:
         return Run(self.prompt.token_ids[start:end], start, self._blocks)
