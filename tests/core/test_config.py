@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmosaic.core.config import load_config
+from kvmosaic.core.config import CHUNK_SOURCES, CLIENT_PARAMETERS, load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.core.store_key import StoreKey
@@ -130,7 +130,7 @@ def test_the_separator_can_be_switched_off(monkeypatch, tmp_path, value, yaml):
 @pytest.mark.parametrize(
     ("value", "variable", "yaml", "allowed"),
     [
-        ("all", "all", "all", {"chunk_cache", "recompute_ratio", "policy", "boundaries", "report"}),
+        ("all", "all", "all", set(CLIENT_PARAMETERS)),
         ("none", "none", "none", set()),
         ([], "", "[]", set()),
         (["policy", "report"], "policy, report", "[policy, report]", {"policy", "report"}),
@@ -138,13 +138,33 @@ def test_the_separator_can_be_switched_off(monkeypatch, tmp_path, value, yaml):
     ],
 )
 def test_which_parameters_clients_may_send(monkeypatch, tmp_path, value, variable, yaml, allowed):
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SOURCES", "none")
     for config in set_everywhere(monkeypatch, tmp_path, "client_parameters", value, variable, yaml):
         assert config.allowed_parameters == allowed
         assert load_config(**config.model_dump(mode="json")).allowed_parameters == allowed
 
 
 def test_reports_are_not_allowed_by_default():
-    assert load_config().allowed_parameters == {"chunk_cache", "recompute_ratio", "policy", "boundaries"}
+    assert load_config().allowed_parameters == set(CLIENT_PARAMETERS) - {"report"}
+
+
+@pytest.mark.parametrize(
+    ("value", "variable", "yaml", "sources"),
+    [
+        ("all", "all", "all", set(CHUNK_SOURCES)),
+        ("none", "", "[]", set()),
+        (["parts", "auto"], "parts, auto", "[parts, auto]", {"parts", "auto"}),
+    ],
+)
+def test_what_is_taken_for_documents(monkeypatch, tmp_path, value, variable, yaml, sources):
+    for config in set_everywhere(monkeypatch, tmp_path, "chunk_sources", value, variable, yaml):
+        assert config.sources == sources
+        assert load_config(**config.model_dump(mode="json")).sources == sources
+
+
+def test_what_the_server_adds_is_allowed():
+    assert load_config(client_parameters="none").allowed_parameters == {"documents", "question"}
+    assert load_config(client_parameters="none", chunk_sources="auto").allowed_parameters == set()
 
 
 SECRET = "correct-horse-battery"

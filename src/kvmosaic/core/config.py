@@ -2,12 +2,13 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ByteSize, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import ByteSize, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -25,8 +26,10 @@ logger = logging.getLogger(__name__)
 PREFIX = "KVMOSAIC_"
 """Of the variables that settings are read from."""
 CONFIG_FILE_VARIABLE = "KVMOSAIC_CONFIG"
-CLIENT_PARAMETERS = ("chunk_cache", "recompute_ratio", "policy", "boundaries", "report")
+CLIENT_PARAMETERS = ("chunk_cache", "recompute_ratio", "policy", "boundaries", "documents", "question", "report")
 """What a request to the vLLM engine may ask for."""
+CHUNK_SOURCES = ("documents", "parts", "tools", "auto")
+"""What a server takes for documents besides those that a request names."""
 SECRETS = (PASSWORD_VARIABLE, STORE_KEY_VARIABLE)
 """Variables that are no settings: those are logged."""
 LIKENESS = 0.85
@@ -64,7 +67,11 @@ class ChunkCacheConfig(BaseSettings):
     prefix_blocks: bool = False
     """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed, and serves it
     to prompts that begin with the same tokens: after vLLM's own prefix cache forgot it, or in another engine."""
-    client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries"
+    chunk_sources: str = "documents,parts,tools"
+    """What the vLLM server takes for documents besides those that a request names: ``none``, or some of ``documents``
+    (the field of that name, and document blocks), ``parts`` (text parts of messages, but for the last one of the last
+    user message), ``tools`` (results of tools), ``auto`` (whatever text comes back behind other beginnings)."""
+    client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries,documents,question"
     """Which parameters requests to the vLLM engine may have: ``all``, ``none``, or some of their names."""
     window_tails: bool = True
     """Whether the vLLM engine stores of layers with a sliding window only what tokens behind a chunk can see. It does
@@ -99,9 +106,15 @@ class ChunkCacheConfig(BaseSettings):
 
     @property
     def allowed_parameters(self) -> frozenset[str]:
-        """Names of the parameters that requests may have."""
-        everything = {"all": ",".join(CLIENT_PARAMETERS), "none": ""}
-        return frozenset(filter(None, everything.get(self.client_parameters, self.client_parameters).split(",")))
+        """Names of the parameters that requests may have. Those that the server adds itself are among them."""
+        return _names(self.client_parameters, CLIENT_PARAMETERS) | (
+            {"documents", "question"} if self.sources - {"auto"} else set()
+        )
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """What is taken for documents besides those that a request names."""
+        return _names(self.chunk_sources, CHUNK_SOURCES)
 
     def blame(self, error: ConfigError) -> ConfigError:
         """``error``, about this configuration's policy, with the profile's path if that is where the policy is from:
@@ -113,15 +126,16 @@ class ChunkCacheConfig(BaseSettings):
     def _is_off_if_empty(cls, text: str | None) -> str | None:
         return text or None
 
-    @field_validator("client_parameters", mode="before")
+    @field_validator("client_parameters", "chunk_sources", mode="before")
     @classmethod
-    def _are_names(cls, given: Any) -> str:
+    def _are_names(cls, given: Any, info: ValidationInfo) -> str:
+        known = CLIENT_PARAMETERS if info.field_name == "client_parameters" else CHUNK_SOURCES
         names = list(given or ()) if isinstance(given, (list, tuple, type(None))) else str(given).split(",")
         names = [name.strip() for name in map(str, names) if name.strip()] or ["none"]
         if names in (["all"], ["none"]):
             return names[0]
-        if not set(names) <= set(CLIENT_PARAMETERS):
-            raise ValueError(f"must be all, none, or some of {', '.join(CLIENT_PARAMETERS)}")
+        if not set(names) <= set(known):
+            raise ValueError(f"must be all, none, or some of {', '.join(known)}")
         return ",".join(names)
 
     @field_validator("remote")
@@ -146,6 +160,12 @@ class ChunkCacheConfig(BaseSettings):
         if not Path(path).is_file():
             raise ConfigError(f"{CONFIG_FILE_VARIABLE}={path}: no such file; point it at a YAML file or unset it")
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls, yaml_file=path)
+
+
+def _names(text: str, known: Sequence[str]) -> frozenset[str]:
+    """The names in a setting that may also say ``all`` or ``none``."""
+    everything = {"all": known, "none": ()}
+    return frozenset(everything.get(text, text.split(",")))
 
 
 def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:

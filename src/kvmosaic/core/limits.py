@@ -4,6 +4,8 @@ MAX_CHUNKS = 1024
 """Maximum chunks of a prompt; what would be further ones is ordinary text."""
 MAX_BOUNDARIES = MAX_CHUNKS + 2
 """Maximum parts that a request may name: chunks, system and question."""
+MAX_DOCUMENTS = MAX_CHUNKS
+"""Maximum documents that a request may name."""
 MAX_POLICY_LENGTH = 200
 """Maximum characters of a policy's name and options."""
 MAX_SHOWN = 80

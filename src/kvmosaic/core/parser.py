@@ -5,19 +5,30 @@ import reprlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 
+from kvmosaic.core.documents import find_documents
 from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.core.limits import MAX_CHUNKS, shown
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.core.token_bytes import TokenBytes, Tokenizer
+from kvmosaic.core.token_bytes import PromptText, PromptTexts, TokenBytes, Tokenizer
 from kvmosaic.core.turns import turn_ends, turn_markers
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class NamedPrompt:
+    """A prompt in which documents were looked for."""
+
+    prompt: ChunkedPrompt
+    absent: tuple[int, ...]
+    """Which of them occur nowhere in it, as indices."""
+
+
 class ChunkTokenParser:
-    """Finds the chunks of a prompt by its separator, or takes them from explicit boundaries.
+    """Finds the chunks of a prompt: documents that are named, parts between separators, or explicit boundaries.
 
     The separator is searched for in the *bytes* the tokens stand for, so it is found whatever its
     edges merged with (``" # # Paris"`` ends in the token ``" Paris"``). A part starts with the first
@@ -37,10 +48,11 @@ class ChunkTokenParser:
         self._separator = (separator or "").encode()
         self._min_tokens = min_chunk_tokens
         self._pieces = None if tokenizer is None else TokenBytes(tokenizer)
+        self._texts = None if self._pieces is None else PromptTexts(self._pieces)
         self._markers = turn_markers(tokenizer)
         if tokenizer is None or not separator:
             return
-        if len(self._part_starts(tokenizer.encode(f"a{separator}b"))) != 2:
+        if len(self._part_starts(self._text(tokenizer.encode(f"a{separator}b")), None)) != 2:
             raise ConfigError(
                 f"the separator {shown(separator)} does not survive this model's tokenizer; choose text that it can "
                 "represent"
@@ -61,23 +73,39 @@ class ChunkTokenParser:
         The system starts at 0 and the question ends with the prompt. Tokens between two of them are ordinary text.
         System and chunks may be empty, the question not.
         """
-        tokens = self.encode(prompt) if isinstance(prompt, str) else _plain_ints(prompt)
-        if boundaries is not None:
-            return self._worth_storing(self._from_boundaries(tokens, boundaries))
-        if self._pieces is None or not self._separator or not tokens:
-            return ChunkedPrompt(tuple(tokens), ())
-        return self._worth_storing(self._from_separators(tokens))
+        if boundaries is None:
+            return self.parse_named(prompt).prompt
+        return self._worth_storing(self._from_boundaries(self._ids(prompt), boundaries))
+
+    def parse_named(
+        self, prompt: str | Sequence[int], documents: Sequence[str] = (), question: str | None = None
+    ) -> NamedPrompt:
+        """Parse text or token ids in which ``documents`` are chunks wherever they stand. If there is a separator, it
+        makes further ones, but not from the last place of ``question`` on."""
+        tokens = self._ids(prompt)
+        if self._texts is None or not tokens or not (documents or self._separator):
+            return NamedPrompt(ChunkedPrompt(tuple(tokens), ()), tuple(range(len(documents))))
+        text = self._texts.of(tokens)
+        found = find_documents(text, documents, self._normalize)
+        # Something must be left to prefill, and a text that holds a role marker means something only where it stands.
+        chunks = [span for span in found.spans if span.end < len(tokens) and self._is_of_one_turn(tokens, span)]
+        if self._separator:
+            chunks = _with(chunks, self._separated(tokens, text, question))
+        return NamedPrompt(self._worth_storing(ChunkedPrompt(tuple(tokens), tuple(chunks))), found.absent)
 
     def document_tokens(self, document: str) -> tuple[int, ...]:
-        """The tokens ``document`` has as a chunk in the middle of a prompt, its separator included, however few. With
-        the separator switched off, those that it has by itself."""
-        if self._tokenizer is not None and not self._separator:
-            return tuple(self._tokenizer.encode(document, add_special_tokens=False))
-        separator = self._separator.decode()
-        prompt = self._from_separators(self.encode(f"a{separator}{document}{separator}b"))
-        if len(prompt.chunks) != 1:
-            raise PromptError(f"a document must be one non-empty chunk, this one makes {len(prompt.chunks)} chunks")
-        return prompt.tokens_of(prompt.chunks[0])
+        """The tokens ``document`` has as a chunk in the middle of a prompt, however few: its separator included, or
+        with the separator switched off, those of its core."""
+        if self._separator:
+            separator = self._separator.decode()
+            tokens = self.encode(f"a{separator}{document}{separator}b")
+            chunks: Sequence[Span] = self._separated(tokens, self._text(tokens), None)
+        else:
+            tokens = self.encode(f"a\n\n{document}\n\nb")
+            chunks = find_documents(self._text(tokens), [document], self._normalize).spans
+        if len(chunks) != 1:
+            raise PromptError(f"a document must be one non-empty chunk, this one makes {len(chunks)} chunks")
+        return tuple(tokens[chunks[0].start : chunks[0].end])
 
     def turn_ends(self, prompt: ChunkedPrompt) -> list[int]:
         """For each chunk of ``prompt`` the position where its turn ends, its question included. Where no text follows
@@ -104,42 +132,56 @@ class ChunkTokenParser:
             chunks = chunks[:MAX_CHUNKS]
         return prompt if chunks == prompt.chunks else ChunkedPrompt(prompt.token_ids, chunks)
 
-    def _from_separators(self, tokens: list[int]) -> ChunkedPrompt:
-        parts = self._part_starts(tokens)
+    def _separated(self, tokens: list[int], text: PromptText, question: str | None) -> list[Span]:
+        """The parts between separators, less those that are empty, hold a role marker or are the first or last."""
+        parts = self._part_starts(text, question)
         edges = [*parts, (len(tokens), True)]
         spans = [Span(start, end) for (start, _), (end, _) in pairwise(edges)]
         chunks, empty = [], 0
         for span, (_, has_text) in zip(spans[1:-1], parts[1:-1], strict=True):
             if not has_text or len(span) == 0:
                 empty += 1
-            elif self._markers.isdisjoint(tokens[span.start : span.end]):
+            elif self._is_of_one_turn(tokens, span):
                 chunks.append(span)
         if empty:
             logger.warning("skipped %d empty chunk(s) of a prompt; their separators are prefilled as text", empty)
         if chunks and chunks[-1].end == len(tokens):
             # The question merged into the chunk's last token. Something must be left to prefill.
             chunks.pop()
-        return ChunkedPrompt(tuple(tokens), tuple(chunks))
+        return chunks
 
-    def _part_starts(self, tokens: Sequence[int]) -> list[tuple[int, bool]]:
+    def _part_starts(self, text: PromptText, question: str | None) -> list[tuple[int, bool]]:
         """First token of every part, and whether the part holds more than its separator and blanks."""
-        assert self._pieces is not None
-        pieces = [self._pieces[token] for token in tokens]
-        text = b"".join(pieces)
+        limit = text.bytes.rfind(question.encode(errors="surrogatepass")) if question else -1
+        if limit < 0:
+            limit = len(text.bytes)
         cuts = [0]
-        at = text.find(self._separator)
-        while at >= 0:
+        at = text.bytes.find(self._separator)
+        while 0 <= at < limit:
             cuts.append(at)
-            at = text.find(self._separator, at + len(self._separator))
-        if len(cuts) == 1:
-            return [(0, True)]
-        offsets = [0, *accumulate(map(len, pieces))]
+            at = text.bytes.find(self._separator, at + len(self._separator))
         starts = []
         for index, cut in enumerate(cuts):
             body = cut + (len(self._separator) if index else 0)
-            end = cuts[index + 1] if index + 1 < len(cuts) else len(text)
-            starts.append((bisect_left(offsets, cut) if index else 0, bool(text[body:end].strip())))
+            end = cuts[index + 1] if index + 1 < len(cuts) else len(text.bytes)
+            first = int(text.starts.searchsorted(cut)) if index else 0
+            starts.append((first, bool(text.bytes[body:end].strip())))
         return starts
+
+    def _is_of_one_turn(self, tokens: Sequence[int], span: Span) -> bool:
+        return self._markers.isdisjoint(tokens[span.start : span.end])
+
+    def _normalize(self, document: str) -> str:
+        """A document as the tokenizer's normaliser makes it, with spaces."""
+        normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
+        return document if normalizer is None else normalizer.normalize_str(document).replace("▁", " ").strip()
+
+    def _text(self, tokens: Sequence[int]) -> PromptText:
+        assert self._texts is not None  # tokens were made by the tokenizer
+        return self._texts.of(tokens)
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else _plain_ints(prompt)
 
     @staticmethod
     def _from_boundaries(tokens: list[int], boundaries: Sequence[tuple[int, int]]) -> ChunkedPrompt:
@@ -153,6 +195,17 @@ class ChunkTokenParser:
         if len(spans) < 2 or len(spans[-1]) == 0:
             raise PromptError("boundaries need a system part (may be empty) and a question of at least one token")
         return ChunkedPrompt(tuple(tokens), tuple(span for span in spans[1:-1] if len(span) > 0))
+
+
+def _with(chunks: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """``chunks``, and those of ``others`` that overlap none of them; both are ascending."""
+    starts = [span.start for span in chunks]
+    free = []
+    for span in others:
+        index = bisect_left(starts, span.end)
+        if index == 0 or chunks[index - 1].end <= span.start:
+            free.append(span)
+    return sorted([*chunks, *free], key=lambda span: span.start)
 
 
 def _plain_ints(tokens: Sequence[int]) -> list[int]:

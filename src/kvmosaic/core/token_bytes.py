@@ -2,7 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
+
+MAX_TOKEN_ID = 2**20
+"""Ids from which on tokens stand for no text; no vocabulary is as large."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -62,6 +68,59 @@ class TokenBytes:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """The bytes that a prompt's tokens stand for."""
+
+    bytes: bytes
+    starts: np.ndarray
+    """Where each token begins, and where the last one ends, ``[tokens + 1]`` int64."""
+
+    def token_at(self, offset: int) -> int | None:
+        """The first token that begins at byte ``offset``; ``None`` if none does."""
+        index = int(self.starts.searchsorted(offset))
+        return index if index < len(self.starts) and self.starts[index] == offset else None
+
+
+class PromptTexts:
+    """Makes the :class:`PromptText` of prompts. All pieces lie in one array, so that 10,000 tokens take a fraction of
+    a millisecond."""
+
+    def __init__(self, pieces: TokenBytes) -> None:
+        self._pieces = pieces
+        self._starts = np.zeros(0, dtype=np.int64)
+        self._lengths = np.zeros(0, dtype=np.int64)
+        """Of a token's piece; -1 if it is not known yet."""
+        self._all = np.zeros(0, dtype=np.uint8)
+        self._used = 0
+
+    def of(self, tokens: "Sequence[int] | np.ndarray") -> PromptText:
+        ids = np.asarray(tokens, dtype=np.int64)
+        ids = np.where((ids < 0) | (ids >= MAX_TOKEN_ID), MAX_TOKEN_ID, ids)  # those stand for nothing
+        if len(ids) and int(ids.max()) >= len(self._lengths):
+            more = int(ids.max()) + 1 - len(self._lengths)
+            self._starts = np.concatenate([self._starts, np.zeros(more, dtype=np.int64)])
+            self._lengths = np.concatenate([self._lengths, np.full(more, -1, dtype=np.int64)])
+        lengths = self._lengths[ids]
+        if (lengths < 0).any():
+            self._learn(np.unique(ids[lengths < 0]).tolist())
+            lengths = self._lengths[ids]
+        ends = lengths.cumsum()
+        places = np.arange(int(ends[-1]) if len(ends) else 0)
+        places += np.repeat(self._starts[ids] - ends + lengths, lengths)
+        return PromptText(self._all[places].tobytes(), np.concatenate([[0], ends]))
+
+    def _learn(self, tokens: list[int]) -> None:
+        pieces = [self._pieces[token] for token in tokens]
+        added = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+        while self._used + len(added) > len(self._all):
+            self._all = np.concatenate([self._all, np.zeros(max(2**16, len(self._all)), dtype=np.uint8)])
+        for token, piece in zip(tokens, pieces, strict=True):
+            self._starts[token], self._lengths[token] = self._used, len(piece)
+            self._all[self._used : self._used + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+            self._used += len(piece)
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

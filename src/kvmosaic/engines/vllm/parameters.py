@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvmosaic.core.config import CLIENT_PARAMETERS
 from kvmosaic.core.errors import PromptError
-from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_POLICY_LENGTH, shown
+from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_DOCUMENTS, MAX_POLICY_LENGTH, shown
 from kvmosaic.engines.results import Fallback
 
 
@@ -18,6 +18,10 @@ class RequestParameters:
     recompute_ratio: float | None = None
     policy: str | None = None
     boundaries: tuple[tuple[int, int], ...] | None = None
+    documents: tuple[str, ...] = ()
+    """Texts that are chunks wherever they stand in the prompt."""
+    question: str | None = None
+    """The text from whose last place on no separator counts."""
     report: bool = False
     refused: Fallback | None = None
     """Why the request is served plainly whatever else it has."""
@@ -44,6 +48,8 @@ class RequestParameters:
                 recompute_ratio=_ratio(given.get("recompute_ratio")),
                 policy=_policy(given.get("policy")),
                 boundaries=_boundaries(given.get("boundaries")),
+                documents=_documents(given.get("documents")),
+                question=_text("question", given.get("question")),
                 report=_flag("report", given.get("report", False)) and report,
             )
         except PromptError as error:
@@ -80,6 +86,25 @@ def _boundaries(value: object) -> tuple[tuple[int, int], ...] | None:
     if len(value) > MAX_BOUNDARIES:
         raise PromptError(f"boundaries: {len(value)} parts; there may be {MAX_BOUNDARIES}")
     return tuple(_pair(index, pair) for index, pair in enumerate(value))
+
+
+def _documents(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise PromptError(f"documents={shown(value)}: must be a list of texts")
+    if len(value) > MAX_DOCUMENTS:
+        raise PromptError(f"documents: {len(value)} texts; there may be {MAX_DOCUMENTS}")
+    for index, text in enumerate(value):
+        if not isinstance(text, str):
+            raise PromptError(f"documents: number {index} is {shown(text)}, which is no text")
+    return tuple(value)
+
+
+def _text(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise PromptError(f"{name}={shown(value)}: must be a text")
+    return value
 
 
 def _pair(index: int, pair: object) -> tuple[int, int]:

@@ -48,7 +48,11 @@ class Planner:
         return Fallback.BAD_PARAMETERS
 
     def _plan(self, request: Any, params: RequestParameters) -> ChunkRequest | Fallback | None:
-        prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
+        if params.boundaries is not None:
+            prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
+        else:
+            named = self._parser.parse_named(request.prompt_token_ids, params.documents, params.question)
+            prompt = named.prompt
         ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
         policy = self._config.policy if params.policy is None else params.policy
         policy_served(policy, self._shape.num_layers)

@@ -1,0 +1,161 @@
+"""Finds named documents in a prompt's tokens, whatever a chat template did around them."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from kvmosaic.core.prompt import Span
+from kvmosaic.core.token_bytes import PromptText
+
+ANCHOR = 8
+"""Bytes of the window by which places that may hold a document are found: one 64-bit number."""
+MAX_WORK = 8
+"""Maximum work of comparing, per byte of the prompt and of the documents."""
+COMPARISON = 64
+"""Work of comparing two texts, and bytes that are compared by one more."""
+MAX_EDGES = 64
+"""Maximum word ends that are tried at either end of a document."""
+
+_WORD_END = re.compile(r"(?<=\w)(?=\W)")
+_BITS = 16
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where named documents are in a prompt."""
+
+    spans: tuple[Span, ...]
+    """Their cores, ascending, none overlapping."""
+    absent: tuple[int, ...]
+    """Which of the names occur nowhere, as indices."""
+
+
+class _Name:
+    """A document as it may stand in a prompt."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.bytes = text.encode(errors="surrogatepass")
+        self.anchor_at = 0
+
+    def anchors(self) -> list[tuple[int, bytes]]:
+        """Windows by which it may be found, and where they begin. None is at the edges: documents often begin and end
+        alike."""
+        room = len(self.bytes) - ANCHOR
+        return [(at, self.bytes[at : at + ANCHOR]) for at in sorted({room * share // 8 for share in (4, 2, 6, 1, 7)})]
+
+    def first_edges(self) -> Iterator[int]:
+        """Byte offsets of the first word ends inside the text."""
+        for match in islice(_WORD_END.finditer(self.text), MAX_EDGES):
+            yield len(self.text[: match.start()].encode(errors="surrogatepass"))
+
+    def last_edges(self) -> Iterator[int]:
+        """Byte offsets of its last word ends, from behind."""
+        size = 256
+        while True:
+            tail = self.text[-size:]
+            ends = [match.start() for match in _WORD_END.finditer(tail)]
+            if len(ends) >= MAX_EDGES or size >= len(self.text):
+                break
+            size *= 4
+        for end in islice(reversed(ends), MAX_EDGES):
+            yield len(self.bytes) - len(tail[end:].encode(errors="surrogatepass"))
+
+
+def find_documents(
+    prompt: PromptText, documents: Sequence[str], normalize: Callable[[str], str] = lambda text: text
+) -> Found:
+    """Every place of ``documents`` in ``prompt``: as they are, as ``normalize`` makes them, which is what the
+    tokenizer does to a text before it cuts it, or as JSON writes them. Blanks around them do not count, as templates
+    trim.
+
+    What is found is a document's *core*: from the end of its first word to the end of its last one that another
+    character of the document follows. Tokenizers cut there whatever comes before or behind, so the core has the same
+    tokens in every prompt; what is left at the edges is ordinary text. Where documents overlap, the first one counts,
+    and of those that begin together the longest.
+
+    Time is linear in prompt and documents. A prompt made to look like its documents almost everywhere ends the search
+    early, and documents are then absent.
+    """
+    indices: dict[str, list[int]] = {}
+    for index, document in enumerate(documents):
+        indices.setdefault(document.strip(), []).append(index)
+    places: list[tuple[int, _Name]] = []
+    for write in (None, normalize, _json, _ascii_json):
+        written = {text: text if write is None else write(text) for text in indices}
+        names = {text: _Name(new) for text, new in written.items() if write is None or new != text}
+        fitting = [name for name in names.values() if ANCHOR <= len(name.bytes) <= len(prompt.bytes)]
+        found = _find_all(prompt.bytes, fitting)
+        there = {id(name) for _, name in found}
+        for text in [text for text, name in names.items() if id(name) in there]:
+            del indices[text]
+        places += found
+    places.sort(key=lambda place: (place[0], -len(place[1].bytes)))
+    spans: list[Span] = []
+    end = 0
+    for at, name in places:
+        if at >= end:
+            end = at + len(name.bytes)
+            span = _core(prompt, at, name)
+            if span is not None:
+                spans.append(span)
+    return Found(tuple(spans), tuple(sorted(index for each in indices.values() for index in each)))
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _ascii_json(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
+    """Places of ``names`` in ``text``, as byte offsets."""
+    if not names:
+        return []
+    by_anchor = _by_anchor(names)
+    windows = np.ndarray((len(text) - ANCHOR + 1,), "<u8", text, strides=(1,))
+    is_wanted = np.zeros(1 << _BITS, dtype=bool)
+    is_wanted[_slots(np.fromiter(by_anchor, np.uint64, len(by_anchor)))] = True
+    candidates = np.flatnonzero(is_wanted[_slots(windows)])
+    places = []
+    work = MAX_WORK * (len(text) + sum(len(name.bytes) for name in names)) + COMPARISON * len(names)
+    for place, anchor in zip(candidates.tolist(), windows[candidates].tolist(), strict=True):
+        for name in by_anchor.get(anchor, ()):
+            at = place - name.anchor_at
+            if at < 0:
+                continue
+            if text.startswith(name.bytes, at):
+                places.append((at, name))
+            work -= COMPARISON + len(name.bytes) // COMPARISON
+            if work < 0:
+                return places
+    return places
+
+
+def _by_anchor(names: Sequence[_Name]) -> dict[int, list[_Name]]:
+    """Each name under that of its windows which fewest of the others have."""
+    counts = Counter(window for name in names for _, window in name.anchors())
+    by_anchor: dict[int, list[_Name]] = {}
+    for name in names:
+        name.anchor_at, window = min(name.anchors(), key=lambda anchor: counts[anchor[1]])
+        by_anchor.setdefault(int.from_bytes(window, "little"), []).append(name)
+    return by_anchor
+
+
+def _slots(windows: np.ndarray) -> np.ndarray:
+    return (windows * _SPREAD) >> np.uint64(64 - _BITS)
+
+
+def _core(prompt: PromptText, at: int, name: _Name) -> Span | None:
+    """The tokens of a document between two word ends at which the prompt's tokens end, too."""
+    start = next(filter(None, (prompt.token_at(at + edge) for edge in name.first_edges())), None)
+    end = next(filter(None, (prompt.token_at(at + edge) for edge in name.last_edges())), None)
+    return None if start is None or end is None or end <= start else Span(start, end)
