@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvmosaic.core.documents import find_documents
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.core.token_bytes import PromptTexts, TokenBytes
 from kvmosaic.models import resolve
 
 TEXTS = [
@@ -134,7 +133,7 @@ def test_whatever_is_named_is_found_only_where_it_stands(parser, whole, names, d
     if not tokens:
         return
     named = parser.parse_named(tokens, names)
-    text = parser._texts.of(tokens)
+    text = parser._text(tokens)
     assert text.bytes == b"".join(parser._pieces[token] for token in tokens)
     for span in named.prompt.chunks:
         core = text.bytes[text.starts[span.start] : text.starts[span.end]]
@@ -196,11 +195,11 @@ HOSTILE = {
 def test_time_is_linear_whatever_is_named(tokenizer, kind):
     """Against a search of the same size for texts that are nothing special, in the same process."""
     text, names = HOSTILE[kind]
-    texts = PromptTexts(TokenBytes(tokenizer))
+    parser = ChunkTokenParser(tokenizer, None)
     size = len(text) + sum(map(len, names))
     words = [str(random.random()) for _ in range(size // 18)]
-    plain = texts.of(tokenizer.encode(" ".join(words)[: len(text)]))
-    prompt = texts.of(tokenizer.encode(text))
+    plain = parser._text(tokenizer.encode(" ".join(words)[: len(text)]))
+    prompt = parser._text(tokenizer.encode(text))
 
     def seconds(prompt, names):
         start = time.process_time()

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,10 +17,14 @@ MAX_WORK = 8
 """Maximum work of comparing, per byte of the prompt and of the documents."""
 COMPARISON = 64
 """Work of comparing two texts, and bytes that are compared by one more."""
-MAX_EDGES = 64
+MAX_SHARING = 4
+"""Documents that may share a window before others are tried."""
+MAX_EDGES = 16
 """Maximum word ends that are tried at either end of a document."""
+MAX_EDGE = 1024
+"""Maximum characters at either end of a document in which they are looked for."""
 
-_WORD_END = re.compile(r"(?<=\w)(?=\W)")
+_ESCAPED = re.compile(r'["\\\x00-\x1f]')
 _BITS = 16
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -42,30 +45,35 @@ class _Name:
     def __init__(self, text: str) -> None:
         self.text = text
         self.bytes = text.encode(errors="surrogatepass")
-        self.anchor_at = 0
+        self.anchor_at = (len(self.bytes) - ANCHOR) // 2  # documents often begin and end alike
 
-    def anchors(self) -> list[tuple[int, bytes]]:
-        """Windows by which it may be found, and where they begin. None is at the edges: documents often begin and end
-        alike."""
-        room = len(self.bytes) - ANCHOR
-        return [(at, self.bytes[at : at + ANCHOR]) for at in sorted({room * share // 8 for share in (4, 2, 6, 1, 7)})]
+    @property
+    def anchor(self) -> int:
+        """The window by which it is found, as a number."""
+        return int.from_bytes(self.bytes[self.anchor_at : self.anchor_at + ANCHOR], "little")
+
+    def move_anchor(self, eighths: int) -> None:
+        """Take the window that begins so far from the first to the last."""
+        self.anchor_at = (len(self.bytes) - ANCHOR) * eighths // 8
+
+    def edges(self, places: Iterable[int]) -> Iterator[int]:
+        """Byte offsets of the first word ends at ``places`` of the text, where a letter or digit is followed by
+        something else."""
+        text = self.text
+        ends = (at for at in places if text[at - 1].isalnum() and not text[at].isalnum())
+        for end in islice(ends, MAX_EDGES):
+            if 2 * end < len(text):
+                yield len(text[:end].encode(errors="surrogatepass"))
+            else:
+                yield len(self.bytes) - len(text[end:].encode(errors="surrogatepass"))
 
     def first_edges(self) -> Iterator[int]:
-        """Byte offsets of the first word ends inside the text."""
-        for match in islice(_WORD_END.finditer(self.text), MAX_EDGES):
-            yield len(self.text[: match.start()].encode(errors="surrogatepass"))
+        """From its beginning on."""
+        return self.edges(range(1, min(len(self.text), MAX_EDGE)))
 
     def last_edges(self) -> Iterator[int]:
-        """Byte offsets of its last word ends, from behind."""
-        size = 256
-        while True:
-            tail = self.text[-size:]
-            ends = [match.start() for match in _WORD_END.finditer(tail)]
-            if len(ends) >= MAX_EDGES or size >= len(self.text):
-                break
-            size *= 4
-        for end in islice(reversed(ends), MAX_EDGES):
-            yield len(self.bytes) - len(tail[end:].encode(errors="surrogatepass"))
+        """From its end on, backwards."""
+        return self.edges(range(len(self.text) - 1, max(0, len(self.text) - MAX_EDGE), -1))
 
 
 def find_documents(
@@ -88,7 +96,7 @@ def find_documents(
         indices.setdefault(document.strip(), []).append(index)
     places: list[tuple[int, _Name]] = []
     for write in (None, normalize, _json, _ascii_json):
-        written = {text: text if write is None else write(text) for text in indices}
+        written = {text: text if write is None else write(text) for text in indices if len(text) <= len(prompt.bytes)}
         names = {text: _Name(new) for text, new in written.items() if write is None or new != text}
         fitting = [name for name in names.values() if ANCHOR <= len(name.bytes) <= len(prompt.bytes)]
         found = _find_all(prompt.bytes, fitting)
@@ -109,11 +117,11 @@ def find_documents(
 
 
 def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return json.dumps(text, ensure_ascii=False)[1:-1] if _ESCAPED.search(text) else text
 
 
 def _ascii_json(text: str) -> str:
-    return json.dumps(text)[1:-1]
+    return text if text.isascii() else json.dumps(text)[1:-1]
 
 
 def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
@@ -141,17 +149,20 @@ def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
 
 
 def _by_anchor(names: Sequence[_Name]) -> dict[int, list[_Name]]:
-    """Each name under that of its windows which fewest of the others have."""
-    counts = Counter(window for name in names for _, window in name.anchors())
+    """Names by their anchors, of which as few as possible share one."""
     by_anchor: dict[int, list[_Name]] = {}
     for name in names:
-        name.anchor_at, window = min(name.anchors(), key=lambda anchor: counts[anchor[1]])
-        by_anchor.setdefault(int.from_bytes(window, "little"), []).append(name)
+        by_anchor.setdefault(name.anchor, []).append(name)
+    for eighths in (3, 5, 2, 6, 1, 7):
+        crowded = [anchor for anchor, sharing in by_anchor.items() if len(sharing) > MAX_SHARING]
+        for name in [name for anchor in crowded for name in by_anchor.pop(anchor)]:
+            name.move_anchor(eighths)
+            by_anchor.setdefault(name.anchor, []).append(name)
     return by_anchor
 
 
 def _slots(windows: np.ndarray) -> np.ndarray:
-    return (windows * _SPREAD) >> np.uint64(64 - _BITS)
+    return ((windows * _SPREAD) >> np.uint64(64 - _BITS)).view(np.int64)
 
 
 def _core(prompt: PromptText, at: int, name: _Name) -> Span | None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from kvmosaic.core.documents import find_documents
 from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.core.limits import MAX_CHUNKS, shown
@@ -82,16 +84,17 @@ class ChunkTokenParser:
     ) -> NamedPrompt:
         """Parse text or token ids in which ``documents`` are chunks wherever they stand. If there is a separator, it
         makes further ones, but not from the last place of ``question`` on."""
-        tokens = self._ids(prompt)
+        ids = self._ids(prompt)
+        tokens = tuple(ids)
         if self._texts is None or not tokens or not (documents or self._separator):
-            return NamedPrompt(ChunkedPrompt(tuple(tokens), ()), tuple(range(len(documents))))
-        text = self._texts.of(tokens)
+            return NamedPrompt(ChunkedPrompt(tokens, ()), tuple(range(len(documents))))
+        text = self._texts.of(np.frombuffer(ids, dtype=np.int64))
         found = find_documents(text, documents, self._normalize)
         # Something must be left to prefill, and a text that holds a role marker means something only where it stands.
         chunks = [span for span in found.spans if span.end < len(tokens) and self._is_of_one_turn(tokens, span)]
         if self._separator:
             chunks = _with(chunks, self._separated(tokens, text, question))
-        return NamedPrompt(self._worth_storing(ChunkedPrompt(tuple(tokens), tuple(chunks))), found.absent)
+        return NamedPrompt(self._worth_storing(ChunkedPrompt(tokens, tuple(chunks))), found.absent)
 
     def document_tokens(self, document: str) -> tuple[int, ...]:
         """The tokens ``document`` has as a chunk in the middle of a prompt, however few: its separator included, or
@@ -132,7 +135,7 @@ class ChunkTokenParser:
             chunks = chunks[:MAX_CHUNKS]
         return prompt if chunks == prompt.chunks else ChunkedPrompt(prompt.token_ids, chunks)
 
-    def _separated(self, tokens: list[int], text: PromptText, question: str | None) -> list[Span]:
+    def _separated(self, tokens: Sequence[int], text: PromptText, question: str | None) -> list[Span]:
         """The parts between separators, less those that are empty, hold a role marker or are the first or last."""
         parts = self._part_starts(text, question)
         edges = [*parts, (len(tokens), True)]
@@ -178,13 +181,13 @@ class ChunkTokenParser:
 
     def _text(self, tokens: Sequence[int]) -> PromptText:
         assert self._texts is not None  # tokens were made by the tokenizer
-        return self._texts.of(tokens)
+        return self._texts.of(np.frombuffer(_numbers(tokens), dtype=np.int64))
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return self.encode(prompt) if isinstance(prompt, str) else _plain_ints(prompt)
+    def _ids(self, prompt: str | Sequence[int]) -> "array[int]":
+        return _numbers(self.encode(prompt) if isinstance(prompt, str) else prompt)
 
     @staticmethod
-    def _from_boundaries(tokens: list[int], boundaries: Sequence[tuple[int, int]]) -> ChunkedPrompt:
+    def _from_boundaries(tokens: Sequence[int], boundaries: Sequence[tuple[int, int]]) -> ChunkedPrompt:
         spans = [Span(int(start), int(end)) for start, end in boundaries]
         edges = [edge for span in spans for edge in (span.start, span.end)]
         if edges[:1] != [0] or edges[-1] != len(tokens) or edges != sorted(edges):
@@ -208,8 +211,6 @@ def _with(chunks: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     return sorted([*chunks, *free], key=lambda span: span.start)
 
 
-def _plain_ints(tokens: Sequence[int]) -> list[int]:
-    """Token ids as Python's integers; arrays and tensors yield numbers of their own kind."""
-    if isinstance(tokens, list) and set(map(type, tokens)) == {int}:
-        return tokens
-    return array("q", tokens.tolist() if hasattr(tokens, "tolist") else tokens).tolist()
+def _numbers(tokens: Sequence[int]) -> "array[int]":
+    """Token ids as 64-bit integers; tensors yield numbers of their own kind."""
+    return array("q", tokens.tolist() if hasattr(tokens, "tolist") else tokens)

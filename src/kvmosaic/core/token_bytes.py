@@ -90,27 +90,31 @@ class PromptTexts:
 
     def __init__(self, pieces: TokenBytes) -> None:
         self._pieces = pieces
-        self._starts = np.zeros(0, dtype=np.int64)
-        self._lengths = np.zeros(0, dtype=np.int64)
+        self._starts = np.zeros(0, dtype=np.int32)
+        self._lengths = np.zeros(0, dtype=np.int32)
         """Of a token's piece; -1 if it is not known yet."""
         self._all = np.zeros(0, dtype=np.uint8)
         self._used = 0
 
-    def of(self, tokens: "Sequence[int] | np.ndarray") -> PromptText:
-        ids = np.asarray(tokens, dtype=np.int64)
-        ids = np.where((ids < 0) | (ids >= MAX_TOKEN_ID), MAX_TOKEN_ID, ids)  # those stand for nothing
-        if len(ids) and int(ids.max()) >= len(self._lengths):
-            more = int(ids.max()) + 1 - len(self._lengths)
-            self._starts = np.concatenate([self._starts, np.zeros(more, dtype=np.int64)])
-            self._lengths = np.concatenate([self._lengths, np.full(more, -1, dtype=np.int64)])
+    def of(self, ids: np.ndarray) -> PromptText:
+        """``ids``: token ids, ``[tokens]`` int64."""
+        if not len(ids):
+            return PromptText(b"", np.zeros(1, dtype=np.int64))
+        if ids.min() < 0 or ids.max() >= MAX_TOKEN_ID:
+            ids = np.where((ids < 0) | (ids >= MAX_TOKEN_ID), MAX_TOKEN_ID, ids)  # those stand for nothing
+        missing = int(ids.max()) + 1 - len(self._lengths)
+        if missing > 0:
+            self._starts = np.concatenate([self._starts, np.zeros(missing, dtype=np.int32)])
+            self._lengths = np.concatenate([self._lengths, np.full(missing, -1, dtype=np.int32)])
         lengths = self._lengths[ids]
-        if (lengths < 0).any():
+        if lengths.min() < 0:
             self._learn(np.unique(ids[lengths < 0]).tolist())
             lengths = self._lengths[ids]
-        ends = lengths.cumsum()
-        places = np.arange(int(ends[-1]) if len(ends) else 0)
-        places += np.repeat(self._starts[ids] - ends + lengths, lengths)
-        return PromptText(self._all[places].tobytes(), np.concatenate([[0], ends]))
+        starts = np.zeros(len(ids) + 1, dtype=np.int64)
+        lengths.cumsum(out=starts[1:])
+        places = np.repeat(self._starts[ids] - starts[:-1].astype(np.int32), lengths)
+        places += np.arange(len(places), dtype=np.int32)
+        return PromptText(self._all[places].tobytes(), starts)
 
     def _learn(self, tokens: list[int]) -> None:
         pieces = [self._pieces[token] for token in tokens]
