@@ -13,7 +13,7 @@ from kvmosaic.engines.vllm.messages import Line
 from kvmosaic.engines.vllm.scheduler_side import fair_queue
 from kvmosaic.engines.vllm.scheduler_side.backlog import MAX_LOOKS, OVERDUE_SECONDS, FillBacklog
 from kvmosaic.engines.vllm.scheduler_side.fair_queue import LEAST_WEIGHT, MAX_TRIES, MAX_WAITING, Missing
-from tests.engines.vllm.scheduler_side.fakes import BLOCK, STEP, Side, make_shape
+from tests.engines.vllm.scheduler_side.fakes import BLOCK, STEP, Side, ask_about, make_shape, text
 
 SINK = tuple(range(40))
 SHARED, REST = 32, 8
@@ -333,14 +333,28 @@ def test_within_room_and_pool_and_nothing_is_lost(requests, room, blocks):
 def test_a_step_fills_for_half_the_time_that_a_full_prefill_takes(costs, expected):
     side = Side(shape={"step_tokens": 2000})
     side.report(costs=costs)
-    assert side.scheduler._admission.tokens_to_fill() == expected
+    assert side.scheduler._admission.tokens_worth_filling() == expected
 
 
 def test_the_slowest_rank_counts():
     side = Side(shape={"step_tokens": 2000, "ranks": 2})
     side.report(rank=0, costs={"fill": Line(0, 1)})
-    assert side.scheduler._admission.tokens_to_fill() == 1000  # the other has measured nothing
+    assert side.scheduler._admission.tokens_worth_filling() == 1000  # the other has measured nothing
     side.report(rank=1, costs={"fill": Line(0, 2), "blend": Line(0, 1)})
-    assert side.scheduler._admission.tokens_to_fill() == 1000
+    assert side.scheduler._admission.tokens_worth_filling() == 1000
     side.report(rank=0, costs={"fill": Line(0, 1), "blend": Line(0, 0.5)})
-    assert side.scheduler._admission.tokens_to_fill() == 500
+    assert side.scheduler._admission.tokens_worth_filling() == 500
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "loaded", "expected"),
+    [(0, 0, 1000), (2000, 0, 1000), (2000, 1500, 500), (2000, 2000, 0), (1500, 2000, 500)],
+)
+def test_a_step_computes_no_more_than_two_full_ones_would(scheduled, loaded, expected):
+    """``loaded``: tokens that a request brings with it which is loaded in the same step."""
+    side = Side(shape={"step_tokens": 2000}, blocks=2000)
+    if loaded:
+        stored = text(1, 3000)  # more than what is loaded, so that reuse is worth it
+        side.store(stored)
+        side.begin(side.add(ask_about(stored, text(5, loaded))))
+    assert side.scheduler._admission.tokens_to_fill(scheduled) == pytest.approx(expected, abs=100)

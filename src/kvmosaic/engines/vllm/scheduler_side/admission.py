@@ -117,8 +117,14 @@ class Admission:
         """The next step is planned from here on; it is full while requests are loaded in slices."""
         self._tokens_in_step = self._shape.step_tokens if is_full else 0
 
-    def tokens_to_fill(self) -> int:
-        """Tokens that a step may compute to fill chunks in the background."""
+    def tokens_to_fill(self, scheduled: int) -> int:
+        """Tokens that a step may compute to fill chunks in the background, of which vLLM computes ``scheduled``. With
+        these and with what it loads, it computes no more than two full steps would: then nobody waits longer."""
+        left = 2 * self._shape.step_tokens - scheduled - self._tokens_in_step
+        return max(0, min(left, self.tokens_worth_filling()))
+
+    def tokens_worth_filling(self) -> int:
+        """Tokens that take a share of a full step's time to fill."""
         step = self._shape.step_tokens
         if not self._is_measured("fill"):
             return max(1, int(FILL_SHARE * step))

@@ -71,7 +71,7 @@ class FillBacklog:
         reserve = self._shape.blocks_for(self._shape.step_tokens) + len(step.scheduled)
         if self._begun is not None and (step.total_tokens == 0 or pool.count < reserve):
             self.let_go(pool)  # vLLM may have no room for what it is to compute next
-        if not self._has_time(step, is_full):
+        if room <= 0 or not self._has_time(step, is_full):
             return [], None
         if self._begun is None and self._waiting_chunks:
             self._begin(pool, room, reserve)

@@ -183,7 +183,7 @@ class ChunkScheduler:
         self._running = set(step.scheduled)
         with self.stats.doing_without("filling in the background"):
             self._work.fills, self._work.fill_slice = self._backlog.take(
-                step, self._pool, self._admission.tokens_to_fill(), is_full=bool(self._in_slices)
+                step, self._pool, self._admission.tokens_to_fill(step.total_tokens), is_full=bool(self._in_slices)
             )
         self._lender.take_back()
         self._admission.begin_step(is_full=bool(self._in_slices))

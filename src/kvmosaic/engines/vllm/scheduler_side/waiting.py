@@ -102,7 +102,7 @@ class WaitingRoom:
             every = list(self._missing(request, local))
             tokens = sum(len(chunk.tokens) for chunk in every) + len(request.context)
             request.lacking = []
-            if tokens > self._admission.tokens_to_fill():
+            if tokens > self._admission.tokens_worth_filling():
                 self._backlog.add(every)
                 request.lacking = [chunk.digest for chunk in every]
                 request.filled = frozenset(request.lacking)
