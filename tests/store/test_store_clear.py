@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -201,8 +200,7 @@ def test_what_is_cleared_while_a_remote_store_is_down(tmp_path: Path, monkeypatc
     monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.1)
     monkeypatch.setattr(breaker_module, "LONGEST_PAUSE_S", 0.1)
     server = Valkey(tmp_path, persistent=True)
-    opened = partial(open_remote_tier, server.url, 2.0)
-    store = ChunkStorageManager([HostTier(0), opened()])
+    store = ChunkStorageManager([HostTier(0), open_remote_tier(server.url, 2.0)])
     for number in range(4):
         store.put(make_entry(number))
     store.flush()
@@ -213,10 +211,11 @@ def test_what_is_cleared_while_a_remote_store_is_down(tmp_path: Path, monkeypatc
     assert not store.put(make_entry(9)), "nobody takes it"
     server.start()
     until(lambda: store._stack.tiers[1].is_up)
-    store.flush()
-    assert not list(opened().scan())
+    tier = open_remote_tier(server.url, 2.0)
+    until(lambda: not list(tier.scan()))
     assert store.put(make_entry(9))
     store.flush()
-    assert [info.key for info in opened().scan()] == [make_entry(9).key]
-    store.close()
+    assert [info.key for info in tier.scan()] == [make_entry(9).key]
+    for each in (store, tier):
+        each.close()
     server.kill()

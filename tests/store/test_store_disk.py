@@ -101,7 +101,8 @@ def test_a_half_written_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.M
     final = tmp_path / entry_path(ENTRY.key)
 
     def fail_halfway(folder: int, name: str, entry: ChunkKV, seal: Seal) -> None:
-        os.write(os.open(name, os.O_WRONLY | os.O_CREAT, dir_fd=folder), b"half")
+        with open(os.open(name, os.O_WRONLY | os.O_CREAT, dir_fd=folder), "wb") as file:
+            file.write(b"half")
         assert os.fstat(folder).st_dev == final.parent.stat().st_dev  # else it could not be moved in one step
         assert not final.exists()
         raise OSError(28, "No space left on device")
