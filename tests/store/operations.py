@@ -195,6 +195,7 @@ class Operations:
         self._ledger.held[chosen] = 0.0
         self._ledger.cleared[chosen] = math.inf
         self._store.clear(lambda key: key in keys)
+        self._store.flush()
         self._ledger.cleared[chosen] = self._ledger.gone[chosen] = time.monotonic()
 
     def _flush(self) -> None:

@@ -100,9 +100,10 @@ def test_room_is_made_for_the_whole_file(tmp_path: Path) -> None:
 def test_a_half_written_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = tmp_path / entry_path(ENTRY.key)
 
-    def fail_halfway(path: Path, entry: ChunkKV, seal: Seal) -> None:
-        path.write_bytes(b"half")
-        assert path.stat().st_dev == final.parent.stat().st_dev  # else it could not be moved in one step
+    def fail_halfway(folder: int, name: str, entry: ChunkKV, seal: Seal) -> None:
+        with open(os.open(name, os.O_WRONLY | os.O_CREAT, dir_fd=folder), "wb") as file:
+            file.write(b"half")
+        assert os.fstat(folder).st_dev == final.parent.stat().st_dev  # else it could not be moved in one step
         assert not final.exists()
         raise OSError(28, "No space left on device")
 
@@ -122,6 +123,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def check_damaged(root: Path, content: bytes) -> bool:
     """Serve a damaged file, found on start or later; whether it was set aside."""
     shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
     path = root / entry_path(ENTRY.key)
     store = ChunkStorageManager([HostTier(PLENTY), DiskTier(root, PLENTY)])
     path.parent.mkdir(parents=True)
@@ -189,6 +191,7 @@ def test_foreign_files(tmp_path: Path, intact: bytes) -> None:
     assert check_damaged(root, (tmp_path / "x").read_bytes())
     assert check_damaged(root, b"hello")
     assert check_damaged(root, (2).to_bytes(8, "little") + b"[]")
+    (tmp_path / "other").mkdir()
     DiskTier(tmp_path / "other", PLENTY).put(make_entry(6, heads=3))
     assert check_damaged(root, (tmp_path / "other" / entry_path(make_entry(6).key)).read_bytes())
     path = root / entry_path(ENTRY.key)
@@ -221,7 +224,7 @@ def test_stale_temporary_files_are_removed_on_start(tmp_path: Path) -> None:
         path.touch()
     for path in (old, foreign):
         os.utime(path, (time.time() - 4000,) * 2)
-    DiskTier(tmp_path, PLENTY)
+    DiskTier(tmp_path, PLENTY).prepare()
     assert [path.exists() for path in (old, new, foreign)] == [False, True, True]
 
 

@@ -304,6 +304,7 @@ def test_clear_drops_every_head(tier: RemoteTier, server: Valkey | Mooncake) -> 
     fill(server.url, 4, [model_entry(number, tenant="a" if number % 2 else "b") for number in range(4)])
     store = opened(server.url, share(1, 2))
     store.clear(lambda key: key.tenant == "a")
+    store.flush()
     assert {info.key.tenant for info in tier.scan()} == {"b"}
     assert len(names(tier)) == 2 * HEADS
     store.close()

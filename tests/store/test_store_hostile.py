@@ -296,12 +296,50 @@ def test_what_stands_in_place_of_our_folders_leads_nowhere(
     assert precious.read_text() == "mine"
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_linked_folder_is_neither_read_nor_deleted_from(tmp_path: Path, depth: int) -> None:
+    """It leads to another store, with an entry that would be as good as any."""
+    root, theirs = tmp_path / "store", tmp_path / "theirs"
+    for folder_ in (root, theirs):
+        folder_.mkdir()
+    DiskTier(theirs, PLENTY).put(ENTRY)
+    inside = Path(*entry_path(ENTRY.key).parts[:depth])
+    (root / inside).parent.mkdir(parents=True, exist_ok=True)
+    (root / inside).symlink_to(theirs / inside)
+    tier = DiskTier(root, PLENTY)
+    assert tier.size(ENTRY.key) is None
+    assert tier.get(ENTRY.key) is None
+    assert not list(tier.scan())
+    tier.delete(ENTRY.key)
+    with pytest.raises(NotADirectoryError):
+        tier.put(make_entry(2))
+    damaged = theirs / entry_path(ENTRY.key)
+    damaged.write_bytes(b"damaged, and not ours to move")
+    assert tier.get(ENTRY.key) is None
+    assert [path.name for path in theirs.rglob("*.safetensors")] == [damaged.name]
+
+
+def test_the_directory_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "elsewhere")
+    tier = DiskTier(tmp_path / "store", PLENTY)
+    tier.prepare()
+    tier.put(ENTRY)
+    assert [info.key for info in tier.scan()] == [ENTRY.key]
+    found = tier.get(ENTRY.key)
+    assert found is not None
+    assert same(found, ENTRY)
+    tier.delete(ENTRY.key)
+    assert tier.size(ENTRY.key) is None
+
+
 def test_files_are_this_users_alone(tmp_path: Path) -> None:
     """Also in folders that an earlier release made for everybody."""
     root = tmp_path / "new" / "store"
     before = os.umask(0)
     try:
         tier = DiskTier(root, PLENTY)
+        tier.prepare()
         old = (root / entry_path(ENTRY.key)).parent
         old.mkdir(parents=True)
         (root / INCOMING).mkdir()

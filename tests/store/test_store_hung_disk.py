@@ -187,19 +187,60 @@ def test_what_the_queue_has_no_room_for_is_counted(tmp_path: Path, hang: Callabl
     store.close()
 
 
-def test_a_start_with_a_hung_disk(tmp_path: Path, hang: Callable[[bool], None]) -> None:
-    opened(tmp_path).close()
-    disk = DiskTier(tmp_path, 2**30)
-    disk.put(make_entry(1))
-    first = HungDisk.check
-    try:
-        HungDisk.check = DiskTier.check  # type: ignore[method-assign] # it hangs right after it was looked at
-        hang(True)
-        store = in_time(lambda: opened(tmp_path))
-    finally:
-        HungDisk.check = first  # type: ignore[method-assign]
+def test_a_start_with_a_hung_disk(
+    tmp_path: Path, hang: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine starts without what is on disk, and knows of it when the disk is back."""
+    entry = make_entry(1)
+    DiskTier(tmp_path, 2**30).put(entry)
+    hang(True)
+    store = in_time(lambda: opened(tmp_path))
+    assert len(caplog.records) == 1, caplog.text
+    assert "cannot be used" in caplog.text
+    assert not list(store.scan())
+    assert in_time(lambda: store.lookup(entry.key, entry.tokens, entry.context)).reason is MissReason.ERROR
     assert in_time(lambda: store.put(make_entry(2)))
+    hang(False)
+    until(lambda: {info.key: info.tier for info in store.scan()}.get(entry.key) == "disk")
+    assert store.held()["disk"][0] >= 1
+    assert store.lookup(entry.key, entry.tokens, entry.context).tier == "disk"
     assert in_time(lambda: store.close() or True)
+
+
+def test_what_is_cleared_while_the_disk_hangs_is_deleted_when_it_is_back(
+    tmp_path: Path, hang: Callable[[bool], None]
+) -> None:
+    store = opened(tmp_path)
+    entries = [make_entry(number) for number in range(6)]
+    for entry in entries:
+        store.put(entry)
+    store.flush()
+    hang(True)
+    start = time.monotonic()
+    for _ in range(5):
+        store.clear()
+    assert time.monotonic() - start < DEADLINE_S / 2, "a step waits for it"
+    until(lambda: not store._stack.tiers[-1].is_up)
+    for entry in entries:
+        assert in_time(lambda entry=entry: store.lookup(entry.key, entry.tokens, entry.context)).entry is None
+    assert not list(store.scan())
+    hang(False)
+    until(lambda: not list(tmp_path.rglob("*.safetensors")))
+    assert store.put(entries[0])
+    assert store.lasting([entry.key for entry in entries]) == {entries[0].key}
+    store.close()
+
+
+def test_a_store_that_ends_before_the_disk_is_back_says_what_it_could_not_clear(
+    tmp_path: Path, hang: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(tmp_path)
+    store.put(make_entry(1))
+    store.flush()
+    hang(True)
+    store.clear()
+    assert in_time(lambda: store.close() or True)
+    assert "may still have entries that were cleared" in caplog.records[-1].message
 
 
 def test_a_hung_call_blocks_no_other_key(tmp_path: Path, hang: Callable[[bool], None]) -> None:

@@ -292,6 +292,7 @@ def test_clear_forgets_everything_everywhere(tmp_path: Path) -> None:
     for number in range(6):
         store.put(make_entry(number))
     store.clear()
+    store.flush()
     assert [find(store, make_entry(number)).reason for number in range(6)] == [MissReason.NEW] * 6
     assert not list(store.scan())
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -369,7 +370,7 @@ def test_a_damaged_file_that_cannot_be_moved_does_not_block_its_key(
     assert find(store, entry).tier == "host"
 
 
-def _refuse(*args: object) -> None:
+def _refuse(*args: object, **folders: object) -> None:
     raise PermissionError("read-only")
 
 

@@ -90,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.store.close()
-        on_disk = {info.key for info in self.store.scan() if self.store._stack.size(-1, info.key)}
+        on_disk = {info.key for info in self.store.scan() if self.store._stack.known.size(-1, info.key)}
         has_disk = self.budget[1] is not None
         self.reopen()
         assert {info.key for info in self.store.scan()} == (on_disk if has_disk else set())

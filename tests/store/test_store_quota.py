@@ -108,6 +108,7 @@ def test_what_another_process_deleted_no_longer_counts(tmp_path: Path) -> None:
         ours.flush()
         ours.lookup(entry.key, entry.tokens, entry.context)  # else it would be the first to go
     other.clear()
+    other.flush()
     for number in range(10, 15):
         ours.put(make_entry(number, tenant="a"))
     ours.flush()

@@ -224,6 +224,7 @@ def test_clear_is_for_all(tier: RemoteTier) -> None:
     for number in range(10):
         store.put(make_entry(number, tenant="a" if number % 2 else "b"))
     store.clear(lambda key: key.tenant == "a")
+    store.flush()
     assert {info.key.tenant for info in tier.scan()} == {"b"}
     assert [find(store, make_entry(n, tenant="a" if n % 2 else "b")).entry is None for n in range(4)] == [
         False,

@@ -72,6 +72,7 @@ class Bench:
     def clear(self, *stores: ChunkStorageManager) -> None:
         for store in stores:
             store.clear(lambda key: key.tenant == self.tenant)
+            store.flush()
 
     def host(self) -> list[dict[str, Any]]:
         """Entries are handed out where they are, so that both sides have to copy them somewhere."""

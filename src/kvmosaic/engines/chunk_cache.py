@@ -175,8 +175,12 @@ class ChunkCache:
         return self.store.get_stats()
 
     def clear(self) -> None:
-        """Drop this model's and tenant's entries from every tier; others in a shared directory stay."""
-        self.store.clear(lambda key: (key.model, key.tenant) == (self._model, self._config.tenant))
+        """Drop this model's and tenant's entries from every tier; others in a shared directory stay. Slow tiers
+        delete them in the background."""
+        self.store.clear(self._is_own)
+
+    def _is_own(self, key: ChunkKey) -> bool:
+        return (key.model, key.tenant) == (self._model, self._config.tenant)
 
     def close(self) -> None:
         """Finish pending writes and let go of the tiers."""

@@ -81,12 +81,11 @@ class Tier(ABC):
     is_far: bool = False
     """Whether asking takes a round trip to another machine: then it is asked about many keys at once, and never
     while others wait for a lock."""
-    lasts: bool = True
-    """Whether entries outlive this process."""
     shares_budget: bool = False
     """Whether other processes use up the same budget: then what is there is counted anew from time to time."""
     is_slow: bool = True
-    """Whether a call may take long, or for ever: then it is none of those that others wait for with a lock held."""
+    """Whether it is outside of this process: a call may take long, or for ever, so it is none of those that others
+    wait for with a lock held; and entries outlive the process."""
     is_up: bool = True
     """Whether calls are let through at all."""
     set_aside: int = 0
@@ -120,6 +119,12 @@ class Tier(ABC):
     def scan(self) -> Iterator[EntryInfo]:
         """Every entry that is there, oldest first (``pinned`` is always false: a tier knows no pins)."""
 
+    def prepare(self) -> None:  # noqa: B027 - memory is ready
+        """Make the place ready, before it is used. Raises an ``OSError`` if it cannot be used at all."""
+
+    def call_when_up(self, call: Callable[[], None]) -> None:  # noqa: B027 - memory is never down
+        """Have ``call`` made whenever the place can be used again after it was down."""
+
     def check(self) -> None:  # noqa: B027 - memory can always be reached
         """Raise an ``OSError`` if the place cannot be reached."""
 
@@ -134,9 +139,15 @@ class Tier(ABC):
             yield key, partial(self.get, key)
 
     def delete_all(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop many entries."""
+        """Drop many entries; if some cannot be, all others are, before one error is raised."""
+        failure: OSError | None = None
         for key in keys:
-            self.delete(key)
+            try:
+                self.delete(key)
+            except OSError as error:  # noqa: PERF203 - the others have to go all the same
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:  # noqa: B027 - most tiers hold nothing that needs closing
         """Let go of connections and the like. Entries stay."""

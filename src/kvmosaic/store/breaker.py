@@ -42,6 +42,8 @@ class Breaker:
         self._down: str | None = None
         """Why calls are not let through."""
         self._left_behind: list[Call[Any]] = []
+        self.when_up: Callable[[], None] = lambda: None
+        """Called in a thread of its own whenever calls are let through again."""
         self._closed = threading.Event()
         self._pause_s = FIRST_PAUSE_S
         self._up_since = 0.0
@@ -111,4 +113,5 @@ class Breaker:
             self._up_since = time.monotonic()
             self._down = None
             logger.warning("%s can be used again", self._name)
+            self.when_up()
             return

@@ -3,8 +3,8 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +28,46 @@ _THREADS = Threads()
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def folder_below(root: Path, names: Sequence[str], make: bool = False) -> Iterator[int]:
+    """A descriptor of a folder. ``root`` may be a link; a link below it is never followed, whenever somebody put it
+    there. ``make``: make folders that are missing, which only this user can look into. Raises
+    ``NotADirectoryError`` if a link, or something else, stands where a folder should be."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, FOLDER_MODE, dir_fd=descriptor)
+            outer, descriptor = descriptor, _open_folder(descriptor, name)
+            os.close(outer)
+            if make:
+                _close_to_others(descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_folder(above: int, name: str) -> int:
+    try:
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # what some systems say to a link, others that it is no folder
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder of its own", name) from error
+        raise
+
+
+def _close_to_others(folder: int) -> None:
+    status = os.fstat(folder)
+    if status.st_mode & 0o077 and status.st_uid == os.geteuid():  # made by an earlier release
+        os.fchmod(folder, FOLDER_MODE)
+
+
+@contextmanager
+def opened(folder: int, name: str) -> Iterator[int]:
     """A descriptor for reading a regular file; raises :class:`CorruptEntryError` if it is anything else, of which a
     pipe would wait for ever and a link could lead anywhere."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
         if error.errno in NOT_A_FILE:
             raise CorruptEntryError("not a regular file") from error
@@ -45,27 +80,11 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def make_folder(root: Path, *names: str) -> Path:
-    """A folder below ``root`` that only this user can look into. Raises ``NotADirectoryError`` if something else, or
-    a link to a folder, stands where it or one above it should be."""
-    folder = root
-    for name in names:
-        folder = folder / name
-        try:
-            os.mkdir(folder, FOLDER_MODE)
-        except FileExistsError:
-            status = os.lstat(folder)
-            if not stat.S_ISDIR(status.st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, "not a folder of its own", str(folder)) from None
-            if status.st_mode & 0o077 and status.st_uid == os.geteuid():  # made by an earlier release
-                os.chmod(folder, FOLDER_MODE)
-    return folder
-
-
-def write_entry(path: Path, entry: ChunkKV, seal: Seal) -> int:
+def write_entry(folder: int, name: str, entry: ChunkKV, seal: Seal) -> int:
     """Write ``entry`` to a new file; its bytes. Raises ``OSError``."""
     encoding, key = Encoding(entry, seal), str(entry.key)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(name, flags, FILE_MODE, dir_fd=folder)
     try:
         start = len(encoding.small(key, [NO_CHECKSUM] * entry.format.heads))
         _reserve(descriptor, start + encoding.kv.nbytes)
@@ -80,18 +99,18 @@ def write_entry(path: Path, entry: ChunkKV, seal: Seal) -> int:
         os.close(descriptor)
 
 
-def read_key(path: Path) -> ChunkKey:
+def read_key(folder: int, name: str) -> ChunkKey:
     """The key a file says it holds, from its header alone; also checks that the file has its full size."""
-    with opened(path) as descriptor:
+    with opened(folder, name) as descriptor:
         try:
             return ChunkKey.parse(read_header(_File(descriptor)).fields["key"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptEntryError(f"unreadable header: {repr(error)[:500]}") from error
 
 
-def read_entry(path: Path, key: ChunkKey, check: EntryCheck) -> ChunkKV:
+def read_entry(folder: int, name: str, key: ChunkKey, check: EntryCheck) -> ChunkKV:
     """Read and verify the entry of ``key``; raises :class:`CorruptEntryError` if anything differs."""
-    with opened(path) as descriptor:
+    with opened(folder, name) as descriptor:
         decoded = decode_from(_File(descriptor), str(key), check)
     return decoded.entry(key, decoded.kv)
 

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -10,14 +9,13 @@ from functools import partial
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import TIER_ERRORS, CorruptEntryError, EntryInfo, MissReason, Tier, TierDownError
+from kvmosaic.store.due_clears import DueClears, Matching
 from kvmosaic.store.eviction import S3Fifo
 from kvmosaic.store.index import ChunkHashIndex
-from kvmosaic.store.writer import BackgroundWriter
+from kvmosaic.store.unreadable import Unreadable
 
 logger = logging.getLogger(__name__)
 
-ERROR_SECONDS = 30.0
-"""A copy that could not be read for reasons that may pass is tried again after so long."""
 SETTLE_TRIES = 10
 
 
@@ -28,9 +26,17 @@ class KnownTiers:
     carry on, and no exception gets out.
     """
 
-    writer: BackgroundWriter
-
-    def __init__(self, tiers: Sequence[Tier], kv_format: KVFormat | None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        kv_format: KVFormat | None,
+        queued: Callable[[ChunkKey], ChunkKV | None],
+        make_room: Callable[[int, int], bool],
+    ) -> None:
+        """``queued`` are entries on their way to slower tiers; ``make_room`` evicts from a level until it has room
+        for so many bytes more."""
+        self._queued = queued
+        self._make_room = make_room
         self.format = kv_format
         """Of all entries here, if that is known."""
         self.tiers = list(tiers)
@@ -41,12 +47,11 @@ class KnownTiers:
         """Guards index, policies and counters. Never held while a slow tier is asked for anything.
         Order: this lock, then the writer's."""
         self._failing: set[tuple[str, str]] = set()
-        self._unreadable: dict[tuple[int, ChunkKey], tuple[MissReason, float]] = {}
-        """Copies whose last read failed, how, and until when: they count as absent until then, or until they are
-        written anew."""
-        self._doomed: dict[tuple[int, ChunkKey], None] = {}
+        self.unreadable = Unreadable()
+        self.due = DueClears()
+        self.doomed: dict[tuple[int, ChunkKey], None] = {}
         """Evicted from a slow tier, and still there: they count as absent until the writer has deleted them."""
-        self._changes = 0
+        self.changes = 0
         """How often the writer's doings changed what is in slow tiers: answers from before are void."""
 
     def size(self, level: int, key: ChunkKey) -> int | None:
@@ -54,13 +59,18 @@ class KnownTiers:
         try:
             return self._ask(level, key)
         except TIER_ERRORS as error:
-            self._complain(self.tiers[level], "read", error)
+            self.complain(self.tiers[level], "read", error)
             return None
 
     def _ask(self, level: int, key: ChunkKey) -> int | None:
-        if self._unreadable_reason(level, key) is not None or (level, key) in self._doomed:
-            return None
-        return self.tiers[level].size(key)
+        return self.tiers[level].size(key) if self._is_readable(level, key) else None
+
+    def _is_readable(self, level: int, key: ChunkKey) -> bool:
+        return self.unreadable.reason(level, key) is None and not self.is_leaving(level, key)
+
+    def is_leaving(self, level: int, key: ChunkKey) -> bool:
+        """Whether a copy was evicted or cleared, and is still there only because nobody could delete it yet."""
+        return (level, key) in self.doomed or self.due.covers(level, key)
 
     def absent(self, keys: Collection[ChunkKey]) -> set[tuple[int, ChunkKey]]:
         """Which of ``keys`` are not at which far level, each asked once about all that no near tier has."""
@@ -77,45 +87,43 @@ class KnownTiers:
             try:
                 held = tier.holds(wanted)
             except TIER_ERRORS as error:
-                self._complain(tier, "read", error)
+                self.complain(tier, "read", error)
                 continue
             for key in (key for key, found in zip(wanted, held, strict=True) if not found):
                 absent.add((level, key))
                 if self.index.holds(key, tier.name):  # the remote store dropped it, and told nobody
-                    self._forget(level, key)
+                    self.forget(level, key)
         return absent
 
     def lasting(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Which of ``keys`` are in a tier whose entries outlive this process."""
+        """Which of ``keys`` are in a tier whose entries outlive this process: a slow one."""
         held: set[ChunkKey] = set()
         for level, tier in enumerate(self.tiers):
-            wanted = [key for key in keys if key not in held and (level, key) not in self._doomed]
-            if not wanted or not tier.lasts:
+            wanted = [key for key in keys if key not in held and not self.is_leaving(level, key)]
+            if not wanted or not tier.is_slow:
                 continue
             try:
                 held.update(key for key, found in zip(wanted, tier.holds(wanted), strict=True) if found)
             except TIER_ERRORS as error:
-                self._complain(tier, "read", error)
+                self.complain(tier, "read", error)
         return held
 
     def read(self, level: int, key: ChunkKey) -> tuple[ChunkKV | None, MissReason | None]:
         """The entry of ``key`` at ``level``, or what went wrong if anything did."""
-        reason = self._unreadable_reason(level, key)
-        if reason is not None or (level, key) in self._doomed:
+        reason = self.unreadable.reason(level, key)
+        if reason is not None or self.is_leaving(level, key):
             return None, reason
-        return self._taken(level, key, partial(self.tiers[level].get, key))
+        return self.taken(level, key, partial(self.tiers[level].get, key))
 
     def read_all(self, level: int, keys: Sequence[ChunkKey]) -> Iterator[tuple[ChunkKey, ChunkKV]]:
         """The entries of ``keys`` that are at ``level``, one after the other."""
-        readable = [
-            key for key in keys if self._unreadable_reason(level, key) is None and (level, key) not in self._doomed
-        ]
+        readable = [key for key in keys if self._is_readable(level, key)]
         for key, get in self.tiers[level].get_all(readable):
-            entry, _ = self._taken(level, key, get)
+            entry, _ = self.taken(level, key, get)
             if entry is not None:
                 yield key, entry
 
-    def _taken(
+    def taken(
         self, level: int, key: ChunkKey, get: Callable[[], ChunkKV | None]
     ) -> tuple[ChunkKV | None, MissReason | None]:
         """What a tier's ``get`` returns, or what went wrong."""
@@ -123,25 +131,25 @@ class KnownTiers:
         try:
             entry = get()
         except CorruptEntryError:
-            self._unreadable[level, key] = MissReason.CORRUPT, float("inf")
-            self._forget(level, key)
+            self.unreadable.note(level, key, MissReason.CORRUPT)
+            self.forget(level, key)
             return None, MissReason.CORRUPT
         except TierDownError:  # which says nothing about this key
             return None, MissReason.ERROR
         except TIER_ERRORS as error:
-            self._unreadable[level, key] = MissReason.ERROR, time.monotonic() + ERROR_SECONDS
-            self._complain(tier, "read", error)
+            self.unreadable.note(level, key, MissReason.ERROR)
+            self.complain(tier, "read", error)
             return None, MissReason.ERROR
-        self._failing.discard((tier.name, "read"))
+        self.worked(tier, "read")
         if entry is not None and not self.takes(entry):  # tiers check what others can write; this is for all of them
-            self._unreadable[level, key] = MissReason.CORRUPT, float("inf")
-            self._delete(tier, [key])
-            self._forget(level, key)
+            self.unreadable.note(level, key, MissReason.CORRUPT)
+            self.delete(tier, [key])
+            self.forget(level, key)
             return None, MissReason.CORRUPT
         if entry is None and level == 0:
-            entry = self.writer.get(key)
+            entry = self._queued(key)
         if entry is None and self.index.holds(key, tier.name):
-            self._forget(level, key)
+            self.forget(level, key)
         return entry, None
 
     def takes(self, entry: ChunkKV) -> bool:
@@ -162,27 +170,28 @@ class KnownTiers:
                 for policy in self.policies.values():
                     policy.unpin(key)
 
-    def _settle(self, level: int, key: ChunkKey) -> int | None:
+    def settle(self, level: int, key: ChunkKey) -> int | None:
         """Bring what is known of a key into line with what a tier says, unless that fails; its size there."""
         size = None
         for _ in range(SETTLE_TRIES):
-            changes = self._changes
+            changes = self.changes
             try:
                 size = self._ask(level, key)
             except TIER_ERRORS as error:
-                self._complain(self.tiers[level], "read", error)
+                self.complain(self.tiers[level], "read", error)
                 return None
             with self.lock:
-                if changes != self._changes:
+                if changes != self.changes:
                     continue  # the writer was at it meanwhile: ask again
                 if size is None:
-                    self._drop(self.tiers[level], key)
+                    self.drop(self.tiers[level], key)
                 else:
-                    self._adopt(level, key, size)  # maybe written by another process
+                    self.adopt(level, key, size)  # maybe written by another process
+                    self._make_room(level, 0)
                 return size
         return size
 
-    def _adopt(self, level: int, key: ChunkKey, nbytes: int) -> None:
+    def adopt(self, level: int, key: ChunkKey, nbytes: int) -> None:
         """Take an entry that is in a tier into account. The lock is held."""
         tier = self.tiers[level]
         if not self.index.holds(key, tier.name):
@@ -190,50 +199,55 @@ class KnownTiers:
             if tier.name in self.policies:
                 self.policies[tier.name].add(key, nbytes)
 
-    def _forget(self, level: int, key: ChunkKey) -> None:
+    def forget(self, level: int, key: ChunkKey) -> None:
         """Stop counting an entry that vanished, unless it is back by now."""
         tier = self.tiers[level]
         if tier.is_far:
             with self.lock:
-                self._drop(tier, key)
+                self.drop(tier, key)
         else:
-            self._settle(level, key)
+            self.settle(level, key)
 
-    def _drop(self, tier: Tier, key: ChunkKey) -> None:
+    def drop(self, tier: Tier, key: ChunkKey) -> None:
+        """Stop counting an entry. The lock is held."""
         self.index.remove(key, tier.name)
         if tier.name in self.policies:
             self.policies[tier.name].remove(key)
 
-    def _is_believed(self, level: int, key: ChunkKey) -> bool:
+    def is_believed(self, level: int, key: ChunkKey) -> bool:
         """Whether a tier has ``key``; of a slow one, whether it had when last heard of, and can be asked for it."""
         tier = self.tiers[level]
         if not tier.is_slow:
             return self.size(level, key) is not None
-        is_readable = self._unreadable_reason(level, key) is None and (level, key) not in self._doomed
-        return tier.is_up and is_readable and self.index.holds(key, tier.name)
+        return tier.is_up and self._is_readable(level, key) and self.index.holds(key, tier.name)
 
-    def _scan(self, tier: Tier) -> list[EntryInfo]:
-        """What a tier holds; nothing when it fails."""
+    def scan(self, tier: Tier) -> list[EntryInfo] | None:
+        """What a tier holds; ``None`` when it fails."""
         try:
             return list(tier.scan())
         except TIER_ERRORS as error:
-            self._complain(tier, "list its entries", error)
-            return []
+            self.complain(tier, "list its entries", error)
+            return None
 
-    def _delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
+    def delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
+        """Drop entries from a tier, as far as it does not fail."""
         try:
             tier.delete_all(keys)
         except TIER_ERRORS as error:
-            self._complain(tier, "delete", error)
+            self.complain(tier, "delete", error)
 
-    def _unreadable_reason(self, level: int, key: ChunkKey) -> MissReason | None:
-        reason, until = self._unreadable.get((level, key), (None, 0.0))
-        if reason is not None and time.monotonic() > until:
-            self._unreadable.pop((level, key), None)
-            return None
-        return reason
+    def forget_troubles(self, matching: Matching) -> None:
+        """Entries are cleared: whether they were evicted or could be read is of no interest now. The lock is held."""
+        self.doomed = {place: None for place in self.doomed if not matching(place[1])}
+        self.index.forget_evictions(matching)
+        self.unreadable.forget(matching)
 
-    def _complain(self, tier: Tier, action: str, error: Exception) -> None:
+    def worked(self, tier: Tier, action: str) -> None:
+        """The next failure is worth a line again."""
+        self._failing.discard((tier.name, action))
+
+    def complain(self, tier: Tier, action: str, error: Exception) -> None:
+        """Say that a tier failed, unless that is known."""
         if (tier.name, action) not in self._failing and not isinstance(error, TierDownError):
             self._failing.add((tier.name, action))
             logger.warning(

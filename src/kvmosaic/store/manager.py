@@ -28,6 +28,7 @@ class ChunkStorageManager:
     def __init__(self, tiers: Sequence[Tier], kv_format: KVFormat | None = None) -> None:
         """``kv_format``, if it is given, is that of all entries it takes and returns."""
         self._stack = TierStack(tiers, kv_format)
+        self._known = self._stack.known
         self._lock = self._stack.lock
         self._hits: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
@@ -35,7 +36,7 @@ class ChunkStorageManager:
 
     def absent(self, keys: Iterable[ChunkKey]) -> Collection[tuple[int, ChunkKey]]:
         """Ask tiers on other machines about all ``keys`` in one go: what the lookups that follow need not ask for."""
-        return self._stack.absent(list(keys))
+        return self._known.absent(list(keys))
 
     def lookup(
         self,
@@ -50,11 +51,11 @@ class ChunkStorageManager:
         misses that are not ``counted`` stay out of the statistics; ``absent`` is from :meth:`absent`. Given what was
         fetched ahead and is ``held``, no tier is looked at that may keep the caller waiting."""
         reason = None
-        clears = self._stack.clears
+        clears = self._known.due.count
         for level, tier in enumerate(self._stack.tiers):
-            if (level, key) in absent or (held is not None and tier.lasts):  # what does not last is in memory
+            if (level, key) in absent or (held is not None and tier.is_slow):
                 continue
-            entry, failure = self._stack.read(level, key)
+            entry, failure = self._known.read(level, key)
             reason = reason or failure
             if entry is None:
                 continue
@@ -63,16 +64,16 @@ class ChunkStorageManager:
                 break
             if level > 0:
                 self._stack.promote(level, entry, clears)
-                entry = self._stack.read(0, key)[0] or entry
+                entry = self._known.read(0, key)[0] or entry
             return self._found(entry, tier.name, counted)
         fetched = None if held is None else held.get(key)
         if fetched is not None and fetched.entry.matches(tokens, context):
             return self._found(fetched.entry, fetched.tier, counted)
         with self._lock:
-            if reason is None and held is not None and self._stack.index.lookup(key) is not None:
+            if reason is None and held is not None and self._known.index.lookup(key) is not None:
                 reason = MissReason.SLOW
             if reason is None:
-                reason = MissReason.EVICTED if self._stack.index.was_evicted(key) else MissReason.NEW
+                reason = MissReason.EVICTED if self._known.index.was_evicted(key) else MissReason.NEW
             self._misses[reason] += counted
         return LookupResult(None, None, reason)
 
@@ -93,12 +94,12 @@ class ChunkStorageManager:
     def fetch_each(self, keys: Iterable[ChunkKey]) -> Iterator[Fetched]:
         """Likewise, one after the other, while they are asked for. Made to be called from a thread of its own, ahead
         of a lookup, which then reports the tier that had them."""
-        wanted = dict.fromkeys(key for key in keys if self._stack.size(0, key) is None)
-        absent = self._stack.absent(wanted)
+        wanted = dict.fromkeys(key for key in keys if self._known.size(0, key) is None)
+        absent = self._known.absent(wanted)
         for level, tier in enumerate(self._stack.tiers[1:], start=1):
-            clears = self._stack.clears
+            clears = self._known.due.count
             asked = [key for key in wanted if (level, key) not in absent]
-            for key, entry in self._stack.read_all(level, asked):
+            for key, entry in self._known.read_all(level, asked):
                 # Pinned first: the promotion holds the lock, and only from pinned memory a copy is just queued.
                 moved = in_pinned_memory(entry) if self.fastest_tier == "device" else entry
                 self._stack.promote(level, moved, clears)
@@ -107,7 +108,7 @@ class ChunkStorageManager:
                     self._fetched_from[key] = tier.name
                     if len(self._fetched_from) > FETCHES_REMEMBERED:  # some were never looked up
                         del self._fetched_from[next(iter(self._fetched_from))]
-                yield Fetched(moved, tier.name, self._stack.size(0, key) is not None)
+                yield Fetched(moved, tier.name, self._known.size(0, key) is not None)
 
     @property
     def fastest_tier(self) -> str:
@@ -130,14 +131,14 @@ class ChunkStorageManager:
     def lasting(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Which of ``keys`` will still be there when this process is gone, once everything put so far is written."""
         self.flush()
-        return self._stack.lasting(list(keys))
+        return self._known.lasting(list(keys))
 
     def put(self, entry: ChunkKV) -> bool:
         """Store an entry; a no-op when its key is there already. Never waits for a slow tier: it is written there
         later, or dropped if too much is waiting for that. Whether a tier has it, or is about to get it if the fastest
         had no room; whether it then lasts, :meth:`lasting` says."""
         stack = self._stack
-        if not stack.takes(entry):
+        if not self._known.takes(entry):
             logger.error("not stored: an entry of another format than the store's, %s", entry.format)
             return False
         with self._lock:
@@ -158,17 +159,17 @@ class ChunkStorageManager:
         """Keep ``keys``, stored already or later, from being evicted inside the ``with`` block."""
         held = list(keys)
         with self._lock:
-            self._stack.pin(held)
+            self._known.pin(held)
         try:
             yield
         finally:
             with self._lock:
-                self._stack.unpin(held)
+                self._known.unpin(held)
 
     def take_changes(self) -> dict[ChunkKey, str | None]:
         """For every key that came, moved or went since the last call (at the first: for all), the fastest tier that
         now has it."""
-        index = self._stack.index
+        index = self._known.index
         with self._lock:
             changes: dict[ChunkKey, str | None] = dict.fromkeys(index.take_changes())
             for key in changes:
@@ -179,7 +180,7 @@ class ChunkStorageManager:
 
     def scan(self) -> Iterator[EntryInfo]:
         """All entries this process knows of, each with the fastest tier that holds it."""
-        index = self._stack.index
+        index = self._known.index
         with self._lock:
             records = [(key, dict(record.nbytes), key in index.pins) for key, record in index]
         for key, nbytes, pinned in records:
@@ -188,11 +189,13 @@ class ChunkStorageManager:
 
     def clear(self, matching: Callable[[ChunkKey], bool] = lambda key: True) -> None:
         """Remove entries from all tiers, pinned ones too: those whose key is ``matching``, by default all.
-        Files that were set aside stay."""
-        self._stack.clear(matching)
+        They are not found any more from now on. Slower tiers delete them later, see :meth:`flush`, and those that are
+        down when they are back. Files that were set aside stay."""
+        self._stack.clearing.clear(matching)
 
     def flush(self) -> None:
-        """Wait until everything put so far is in the slower tiers, or was refused there, as long as that gets on."""
+        """Wait until everything put so far is in the slower tiers, or was refused there, and what was cleared is
+        deleted, as long as that gets on."""
         self._stack.flush()
 
     def close(self) -> None:
@@ -207,7 +210,7 @@ class ChunkStorageManager:
             held_mb = {name: policy.nbytes / 2**20 for name, policy in stack.policies.items()}
             return {
                 "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
-                "total_chunks": len(stack.index),
+                "total_chunks": len(self._known.index),
                 "current_memory_mb": held_mb.get("host", 0.0),
                 "device_mb": held_mb.get("device", 0.0),
                 "disk_mb": held_mb.get("disk", 0.0),
@@ -217,5 +220,5 @@ class ChunkStorageManager:
                 "misses_by_reason": {reason.value: self._misses[reason] for reason in MissReason},
                 **{name: stack.counts[name] for name in EVENTS},
                 "corrupt_set_aside": sum(tier.set_aside for tier in stack.tiers),
-                "pinned": len(stack.index.pins),
+                "pinned": len(self._known.index.pins),
             }

@@ -1,13 +1,14 @@
 """Builds the store a configuration asks for."""
 
 import logging
+from contextlib import suppress
 
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.heads import HeadShare
-from kvmosaic.store.base import Tier
+from kvmosaic.store.base import Tier, TierDownError
 from kvmosaic.store.manager import ChunkStorageManager
 from kvmosaic.store.seal import EntryCheck, Seal
 from kvmosaic.store.tiers.device import DeviceTier
@@ -36,8 +37,11 @@ def open_store(
     if config.disk_path is not None:
         try:
             tenant = None if config.tenant_quota is None else config.tenant
-            disk = DiskTier(config.disk_path.expanduser(), config.disk_budget, tenant, check)
-            tiers.append(GuardedTier(disk, f"the disk tier in {config.disk_path}"))
+            place = DiskTier(config.disk_path.expanduser(), config.disk_budget, tenant, check)
+            disk = GuardedTier(place, f"the disk tier in {config.disk_path}")
+            with suppress(TierDownError):  # it hangs, and may come back
+                disk.prepare()
+            tiers.append(disk)
         except OSError as error:
             logger.warning(
                 "no disk tier: cannot use disk_path=%s (%s); entries live in memory only until it names a "

@@ -28,7 +28,6 @@ class Seal:
     times what keyed BLAKE2b does, and threads can share it."""
 
     def __init__(self, key: StoreKey | None = None) -> None:
-        self.id = None if key is None else key.id
         self._keys = None if key is None else (key.derive("heads"), key.derive("entries"))
 
     @classmethod

@@ -2,12 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import TIER_ERRORS, Tier
+from kvmosaic.store.clearing import Clearing
 from kvmosaic.store.known_tiers import KnownTiers
 from kvmosaic.store.tiers.host import HostTier, in_host_memory
 from kvmosaic.store.writer import BackgroundWriter
@@ -20,51 +21,52 @@ STOCK_SHARE = 0.02
 """Most of the time that such counting may take."""
 
 
-class TierStack(KnownTiers):
+class TierStack:
     """Tiers, each kept within its budget. Slow ones are changed by the writer's thread alone."""
 
     def __init__(self, tiers: Sequence[Tier], kv_format: KVFormat | None = None) -> None:
-        super().__init__(tiers, kv_format)
-        self.writer = BackgroundWriter(self._write_through, self._remove_doomed)
-        self._believed: set[ChunkKey] = set()
-        """Queued only to make sure that the next tier has what it is believed to have."""
+        self.writer = BackgroundWriter(self._write_through, self._tidy, lambda: sum(tier.progress for tier in tiers))
+        self.known = known = KnownTiers(tiers, kv_format, self.writer.get, self._make_room)
+        self.tiers, self.index, self.policies = known.tiers, known.index, known.policies
+        self.counts, self.lock = known.counts, known.lock
+        self.clearing = Clearing(known, self.writer)
         self._stock_due = time.monotonic() + STOCK_SECONDS
-        self.clears = 0
-        """How often entries were cleared: what was read before must not come back."""
-        for level, tier in enumerate(self.tiers):
-            for info in self._scan(tier):
-                # Opening a store evicts nothing, even if there is more than this process would keep.
-                super()._adopt(level, info.key, info.nbytes)
+        self._unlisted = [level for level in range(len(self.tiers)) if not self._list(level)]
+        """Tiers that were down from the start."""
+        for tier in self.tiers:
+            tier.call_when_up(self.writer.request_tidying)
+        if self._unlisted:  # one may have come back before it could tell
+            self.writer.request_tidying()
 
     def contains(self, key: ChunkKey, far: bool = True) -> bool:
         """Whether ``key`` is in some tier, or on its way to one. Unless ``far``, slow tiers are not asked: what is
         known of a near one is believed, and others do not count."""
         # In the order entries move, so that one on the move is not missed.
-        if self.size(0, key) is not None or self.writer.get(key) is not None:
+        if self.known.size(0, key) is not None or self.writer.get(key) is not None:
             return True
         for level, tier in enumerate(self.tiers[1:], start=1):
             if not far and tier.is_slow:
-                if not tier.is_far and self._is_believed(level, key):
+                if not tier.is_far and self.known.is_believed(level, key):
                     return True
-            elif self._settle(level, key) is not None:
+            elif self.known.settle(level, key) is not None:
                 return True
         return False
 
     def promote(self, level: int, entry: ChunkKV, clears: int) -> None:
         """Copy an entry found at ``level`` to the faster tiers. ``clears`` is from before it was read."""
         tier, key = self.tiers[level], entry.key
-        if not tier.is_far and self._settle(level, key) is None:  # deleted since it was read
+        if not tier.is_far and self.known.settle(level, key) is None:  # deleted since it was read
             return
         with self.lock:
-            if clears != self.clears:  # likewise; it must not come back
+            if clears != self.known.due.count:  # likewise; it must not come back
                 return
             if tier.is_far:
                 self._adopt(level, key, tier.nbytes(entry))
-            is_new = self.size(0, key) is None
+            is_new = self.known.size(0, key) is None
             if is_new and self.place(entry):
                 self.counts["promotions"] += 1
-        if level > 1:
-            self.enqueue(entry, level=1)
+            if level > 1:
+                self.enqueue(entry, level=1)
 
     def place(self, entry: ChunkKV) -> bool:
         """Store an entry in the fastest tier, if it fits. The lock is held."""
@@ -93,29 +95,6 @@ class TierStack(KnownTiers):
                 return True
         return False
 
-    def clear(self, matching: Callable[[ChunkKey], bool]) -> None:
-        """Delete the entries whose key is ``matching`` from every tier, known or not."""
-        self.flush()
-        with self.lock:
-            self.clears += 1
-            self.writer.discard(matching)
-        for tier in self.tiers:
-            there = [info.key for info in self._scan(tier)]
-            with self.lock:
-                known = [key for key, record in self.index if tier.name in record.nbytes]
-                cleared = [key for key in dict.fromkeys([*known, *there]) if matching(key)]
-                self._changes += 1
-                for key in cleared:
-                    self._drop(tier, key)
-                if not tier.is_slow:
-                    self._delete(tier, cleared)
-            if tier.is_slow:
-                self._delete(tier, cleared)
-        with self.lock:
-            self.clears += 1  # what was read in the meantime must not come back either
-            self._changes += 1
-            self.index.forget_evictions(matching)
-
     def flush(self) -> None:
         """Wait until everything queued is in the slower tiers or was refused there, as long as that gets on."""
         left = self.writer.flush()
@@ -128,31 +107,40 @@ class TierStack(KnownTiers):
         if left:
             self._note_drop(self.writer.discard(lambda key: True))
             logger.warning("%d entries could not be written to the slower tiers before the end; they are lost", left)
+        self.clearing.give_up()
         for tier in self.tiers:
             tier.close()
 
-    def _write_through(self, entry: ChunkKV, first: int) -> None:
+    def _tidy(self) -> None:
+        """Whatever is due in slow tiers and can be done now. Runs in the writer's thread."""
+        self.clearing.carry_out()
+        self._unlisted = [level for level in self._unlisted if not self.tiers[level].is_up or not self._list(level)]
+        self._remove_doomed()
+
+    def _write_through(self, entry: ChunkKV, first: int, is_believed: bool) -> None:
         """Store an entry in every tier from level ``first`` on that lacks it. Runs in the writer's thread."""
-        clears, key = self.clears, entry.key
-        believed = key in self._believed
-        self._believed.discard(key)
+        key = entry.key
         for level, tier in list(enumerate(self.tiers))[first:]:
+            if self.known.due.covers(level, key):  # cleared just now, or so that the tier could not delete it yet
+                with self.lock:
+                    self.counts["write_errors"] += self.writer.get(key) is not None
+                continue
             self._remove_doomed()
-            size = self.size(level, key)  # another process may have written it
+            size = self.known.size(level, key)  # another process may have written it
             if size is None:
                 if tier.shares_budget and time.monotonic() >= self._stock_due:
                     self._take_stock(level)
                 with self.lock:
                     if not self._make_room(level, tier.nbytes(entry)):
                         continue
-                    self.counts["demotions"] += believed and level == first
+                    self.counts["demotions"] += is_believed and level == first
                 self._remove_doomed()  # before the room is taken
                 size = self._put(level, entry)
                 if size is None:
                     continue
             with self.lock:
-                self._changes += 1
-                if clears == self.clears:
+                self.known.changes += 1
+                if not self.known.due.covers(level, key):  # else what was written is deleted next
                     self._adopt(level, key, size)
 
     def _put(self, level: int, entry: ChunkKV) -> int | None:
@@ -163,29 +151,38 @@ class TierStack(KnownTiers):
         except TIER_ERRORS as error:
             with self.lock:
                 self.counts["write_errors"] += 1
-            self._complain(tier, "write", error)
+            self.known.complain(tier, "write", error)
             return None
-        self._failing.discard((tier.name, "write"))
-        self._unreadable.pop((level, entry.key), None)
+        self.known.worked(tier, "write")
+        self.known.unreadable.written(level, entry.key)
         return size
+
+    def _list(self, level: int) -> bool:
+        """Take everything that is in a tier into account; whether it could be listed. That evicts nothing, even if
+        there is more than this process would keep."""
+        there = self.known.scan(self.tiers[level])
+        if there is None:
+            return False
+        with self.lock:
+            for info in there:
+                if not self.known.is_leaving(level, info.key):  # evicted or cleared since it was listed
+                    self.known.adopt(level, info.key, info.nbytes)
+            known = [key for key, record in self.index if self.tiers[level].name in record.nbytes]
+        listed = {info.key for info in there}
+        for key in known:
+            if key not in listed:
+                self.known.forget(level, key)
+        return True
 
     def _take_stock(self, level: int) -> None:
         """Notice what other processes wrote to a tier, and what they deleted."""
-        tier, start = self.tiers[level], time.monotonic()
-        there = {info.key: info.nbytes for info in self._scan(tier)}
-        with self.lock:
-            gone = [key for key, record in self.index if tier.name in record.nbytes and key not in there]
-            for key, nbytes in there.items():
-                if (level, key) in self._doomed:
-                    continue  # evicted since it was listed
-                super()._adopt(level, key, nbytes)  # whoever takes stock makes room next
-        for key in gone:
-            self._forget(level, key)
+        start = time.monotonic()
+        self._list(level)
         now = time.monotonic()
         self._stock_due = now + max(STOCK_SECONDS, (now - start) / STOCK_SHARE)
 
     def _adopt(self, level: int, key: ChunkKey, nbytes: int) -> None:
-        super()._adopt(level, key, nbytes)
+        self.known.adopt(level, key, nbytes)
         self._make_room(level, 0)  # what another process wrote may be more than fits
 
     def _make_room(self, level: int, nbytes: int) -> bool:
@@ -199,13 +196,13 @@ class TierStack(KnownTiers):
     def _evict(self, level: int, key: ChunkKey) -> None:
         tier = self.tiers[level]
         if tier.is_slow:
-            self._doomed[level, key] = None
-            self._changes += 1
+            self.known.doomed[level, key] = None
+            self.known.changes += 1
             self.writer.request_tidying()
         else:
             if level + 1 < len(self.tiers):
                 self._demote(level, key)
-            self._delete(tier, [key])
+            self.known.delete(tier, [key])
         self.index.remove(key, tier.name, evicted=True)
         self.counts["evictions"] += 1
 
@@ -216,23 +213,21 @@ class TierStack(KnownTiers):
             if not self.writer.outlives(key):
                 self._note_drop(1)
             return
-        believed = self._is_believed(below, key)
+        is_believed = self.known.is_believed(below, key)
         tier = self.tiers[below]
         # Another process may have deleted it, of which only the tier itself knows; a far one would take too long.
-        if believed and (tier.is_far or not tier.is_slow):
+        if is_believed and (tier.is_far or not tier.is_slow):
             return
-        entry, _ = self.read(level, key)
+        entry, _ = self.known.read(level, key)
         if entry is None:
             return
         try:
             # A copy: what a tier handed out may be a view of memory that is about to be used again.
-            added = self.writer.add(in_host_memory(entry), below)
+            added = self.writer.add(in_host_memory(entry), below, is_believed=is_believed)
         except TIER_ERRORS as error:
-            self._complain(tier, "get memory for what it is to take", error)
+            self.known.complain(tier, "get memory for what it is to take", error)
             added = False
-        if believed:
-            if added:
-                self._believed.add(key)
+        if is_believed:
             return
         self.counts["demotions"] += added
         if not added:
@@ -242,19 +237,20 @@ class TierStack(KnownTiers):
         """Delete what was evicted from slow tiers, if need be after passing it on. Runs in the writer's thread."""
         while True:
             with self.lock:
-                if not self._doomed:
+                if not self.known.doomed:
                     return
-                level, key = next(iter(self._doomed))
+                level, key = next(iter(self.known.doomed))
             below = level + 1
-            if below < len(self.tiers) and not self._is_believed(below, key) and self.writer.get(key) is None:
-                entry, _ = self._taken(level, key, partial(self.tiers[level].get, key))
-                if entry is not None and self.enqueue(entry, below):
-                    with self.lock:
+            if below < len(self.tiers) and not self.known.is_believed(below, key) and self.writer.get(key) is None:
+                entry, _ = self.known.taken(level, key, partial(self.tiers[level].get, key))
+                with self.lock:
+                    was_cleared = (level, key) not in self.known.doomed
+                    if entry is not None and not was_cleared and self.enqueue(entry, below):
                         self.counts["demotions"] += 1
-            self._delete(self.tiers[level], [key])
+            self.known.delete(self.tiers[level], [key])
             with self.lock:
-                self._doomed.pop((level, key), None)
-                self._changes += 1
+                self.known.doomed.pop((level, key), None)
+                self.known.changes += 1
 
     def _note_drop(self, count: int) -> None:
         with self.lock:

@@ -1,13 +1,16 @@
 """The one thread that writes entries to the slower tiers."""
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.streams import on_side_stream, record_event
+from kvmosaic.store.tiers.host import taken_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +24,11 @@ PATIENCE_S = 60.0
 
 
 class _Job(NamedTuple):
+    number: int
+    """Its own: a key may be queued again while its entry is being written."""
     entry: ChunkKV
     level: int
+    is_believed: bool
     ready: "torch.cuda.Event | None"
     """When the entry's data is there."""
     extra_bytes: int
@@ -38,11 +44,18 @@ class BackgroundWriter:
     """
 
     def __init__(
-        self, write: Callable[[ChunkKV, int], None], tidy: Callable[[], None], max_bytes: int = QUEUE_BYTES
+        self,
+        write: Callable[[ChunkKV, int, bool], None],
+        tidy: Callable[[], None],
+        progress: Callable[[], int] = lambda: 0,
+        max_bytes: int = QUEUE_BYTES,
     ) -> None:
-        """``write`` stores an entry in all tiers from a level on; ``tidy`` does whatever else slow tiers are due."""
+        """``write`` stores an entry in all tiers from a level on, and is told whether it is believed to be there;
+        ``tidy`` does whatever else slow tiers are due; ``progress`` grows while either gets on."""
         self._write = write
         self._tidy = tidy
+        self._progress = progress
+        self._numbers = itertools.count()
         self._max_bytes = max_bytes
         self._jobs: dict[ChunkKey, _Job] = {}
         self._extra_bytes = 0
@@ -58,18 +71,19 @@ class BackgroundWriter:
         job = self._jobs.get(key)
         return None if job is None else job.entry
 
-    def add(self, entry: ChunkKV, level: int, is_extra: bool = True) -> bool:
+    def add(self, entry: ChunkKV, level: int, is_extra: bool = True, is_believed: bool = False) -> bool:
         """Queue ``entry`` for all tiers from ``level`` on; whether there was room. ``is_extra``: its memory is not
-        that of an entry in the fastest tier. Never waits, so it may be called under a lock."""
+        that of an entry in the fastest tier. ``is_believed``: only to make sure that the tier at ``level`` has what
+        it is believed to have. Never waits, so it may be called under a lock."""
         with self._changed:
             queued = self._jobs.get(entry.key)
             if queued is not None and queued.level <= level:
                 return True
-            extra = entry.nbytes if is_extra else 0
+            extra = taken_bytes(entry.data) if is_extra else 0
             if not self._has_room(extra):
                 return queued is not None
             self._drop(entry.key)
-            self._jobs[entry.key] = _Job(entry, level, record_event(), extra)
+            self._jobs[entry.key] = _Job(next(self._numbers), entry, level, is_believed, record_event(), extra)
             self._extra_bytes += extra
             self._start()
             return True
@@ -81,11 +95,12 @@ class BackgroundWriter:
             if job is None or job.extra_bytes:
                 return True
             self._drop(key)
-            if not self._has_room(job.entry.nbytes):
+            extra = taken_bytes(job.entry.data)
+            if not self._has_room(extra):
                 self._changed.notify_all()
                 return False
-            self._jobs[key] = job._replace(extra_bytes=job.entry.nbytes)
-            self._extra_bytes += job.entry.nbytes
+            self._jobs[key] = job._replace(extra_bytes=extra)
+            self._extra_bytes += extra
             return True
 
     def request_tidying(self) -> None:
@@ -116,8 +131,9 @@ class BackgroundWriter:
             if self._jobs or self._is_untidy:
                 self._start()
             while not condition():
-                done = self._done
-                if not self._changed.wait_for(lambda done=done: condition() or self._done != done, patience_s):  # type: ignore[misc]
+                done, progress = self._done, self._progress()
+                has_got_on = self._changed.wait_for(lambda done=done: condition() or self._done != done, patience_s)  # type: ignore[misc]
+                if not has_got_on and self._progress() == progress:
                     return False
             return True
 
@@ -142,24 +158,33 @@ class BackgroundWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                job, requests = next(iter(self._jobs.values()), None), self._requests
-                is_untidy = self._is_untidy
-                if job is None and not is_untidy:
+                requests, is_untidy = self._requests, self._is_untidy
+                if not self._jobs and not is_untidy:
                     self._thread = None
                     return
-            try:
-                if is_untidy:
-                    self._tidy()
-                if job is not None:
-                    with on_side_stream(job.ready):
-                        self._write(job.entry, job.level)
-            except Exception:  # a dead writer would leave everything queued
-                logger.exception("the store's writer failed; what it was about to write stays in the faster tiers")
+            if is_untidy:
+                self._attempt(self._tidy)
             with self._changed:
                 self._done += 1
                 self._tidied = requests
-                queued = None if job is None else self._jobs.get(job.entry.key)
-                # Else it was queued again for a faster tier meanwhile, or its memory has become extra.
-                if job is not None and queued is not None and queued.entry is job.entry and queued.level == job.level:
+                self._changed.notify_all()
+                job = next(iter(self._jobs.values()), None)  # only now: what is cleared is deleted before it
+            if job is None:
+                continue
+            self._attempt(partial(self._carry_out, job))
+            with self._changed:
+                self._done += 1
+                queued = self._jobs.get(job.entry.key)
+                if queued is not None and queued.number == job.number:
                     self._drop(job.entry.key)
                 self._changed.notify_all()
+
+    def _carry_out(self, job: _Job) -> None:
+        with on_side_stream(job.ready):
+            self._write(job.entry, job.level, job.is_believed)
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # a dead writer would leave everything queued
+            logger.exception("the store's writer failed; what it was about to write stays in the faster tiers")

@@ -96,7 +96,7 @@ def test_nothing_but_documents_is_stored(llm, tokenizer):
     assert llm.llm_engine.reset_prefix_cache(reset_connector=True)
     conversation = Conversation(tokenizer, random.randrange(2**32))
     _, tokens, _ = conversation.hold(llm)[-1]
-    texts = [tokenizer.decode(store()._stack.read(0, info.key)[0].tokens) for info in store().scan()]
+    texts = [tokenizer.decode(store()._stack.known.read(0, info.key)[0].tokens) for info in store().scan()]
     documents = {SEPARATOR + each for each in _documents(tokenizer.decode(tokens))}
     system = [text for text in texts if text not in documents]
     assert len(system) <= 1  # the end of the system prompt, which no user wrote

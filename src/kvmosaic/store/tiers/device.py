@@ -33,7 +33,6 @@ class DeviceTier(Tier):
     reads waits for the one that wrote."""
 
     name = "device"
-    lasts = False
     is_slow = False
 
     def __init__(self, pool: torch.Tensor) -> None:

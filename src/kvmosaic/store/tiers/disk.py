@@ -19,7 +19,7 @@ from kvmosaic.core.heads import KEY_PART
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
 from kvmosaic.store.codec import max_file_bytes
-from kvmosaic.store.files import FOLDER_MODE, make_folder, read_entry, read_key, write_entry
+from kvmosaic.store.files import FOLDER_MODE, folder_below, read_entry, read_key, write_entry
 from kvmosaic.store.seal import ANY_ENTRY, EntryCheck
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ STALE_SECONDS = 3600
 CLEANING_SECONDS = 1.0
 """Minimum time between two looks for files that dead writers left."""
 _MAX_NAME = 100
+Parts = tuple[str, ...]
+"""Names of folders below the root, and of a file in the last one."""
 _ENTRY_NAME = re.compile(rf"[0-9a-f]{{32}}-\d+-({KEY_PART.pattern})\.safetensors", re.ASCII)
 
 
@@ -69,9 +71,11 @@ class DiskTier(Tier):
         self._root = root
         self._tenant = None if tenant is None else folder_name(tenant)
         self._next_cleaning = 0.0
-        root.parent.mkdir(parents=True, exist_ok=True)
+
+    def prepare(self) -> None:
+        self._root.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            root.mkdir(mode=FOLDER_MODE)  # one that was there keeps its permissions, of which `doctor` warns
+            self._root.mkdir(mode=FOLDER_MODE)  # one that was there keeps its permissions, of which `doctor` warns
         self.check()
         self._remove_stale_temporary_files()
 
@@ -79,36 +83,43 @@ class DiskTier(Tier):
         os.listdir(self._root)  # a directory that cannot be read should be known now
 
     def size(self, key: ChunkKey) -> int | None:
+        *folders, name = entry_path(key).parts
         try:
-            status = os.lstat(self._root / entry_path(key))
+            with folder_below(self._root, folders) as folder:
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None  # what else is there, a put replaces
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
-        path = self._root / entry_path(key)
+        *folders, name = parts = entry_path(key).parts
         try:
-            return read_entry(path, key, self._check)
+            with folder_below(self._root, folders) as folder:
+                return read_entry(folder, name, key, self._check)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except CorruptEntryError as error:
-            self._set_aside(path, error)
+            self._set_aside(parts, error)
             raise
 
     def nbytes(self, entry: ChunkKV) -> int:
         return max_file_bytes(entry)
 
     def put(self, entry: ChunkKV) -> int:
-        path = self._root / entry_path(entry.key)
-        make_folder(self._root, *path.relative_to(self._root).parts[:-1])
+        *folders, name = entry_path(entry.key).parts
         # In a folder of our own on the same filesystem, so that cleaning up can never touch anybody's files.
-        temporary = make_folder(self._root, INCOMING) / uuid.uuid4().hex
-        try:
-            size = write_entry(temporary, entry, self._check.seal)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        temporary = uuid.uuid4().hex
+        with (
+            folder_below(self._root, folders, make=True) as folder,
+            folder_below(self._root, [INCOMING], make=True) as incoming,
+        ):
+            try:
+                size = write_entry(incoming, temporary, entry, self._check.seal)
+                os.replace(temporary, name, src_dir_fd=incoming, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=incoming)
+                raise
         # Not only at start: an engine runs for months, and others may die beside it.
         self._remove_stale_temporary_files()
         return size
@@ -122,55 +133,65 @@ class DiskTier(Tier):
 
     def delete(self, key: ChunkKey) -> None:
         self.progress += 1
-        with suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(self._root / entry_path(key))
+        *folders, name = entry_path(key).parts
+        with suppress(FileNotFoundError, NotADirectoryError), folder_below(self._root, folders) as folder:
+            os.unlink(name, dir_fd=folder)
 
     def scan(self) -> Iterator[EntryInfo]:
         """Reads headers only. Looks only at files named like ours, so that a directory with somebody's
         other safetensors files keeps them."""
+        self.check()  # else a disk that fails would seem to be empty
         found = []
-        for path, status in self._files():
+        for parts, status in self._files():
+            if stat.S_ISREG(status.st_mode) and _ENTRY_NAME.fullmatch(parts[-1]):
+                found.append((status.st_mtime_ns, status.st_size, parts))
+        for _, size, parts in sorted(found):
             self.progress += 1
-            if _ENTRY_NAME.fullmatch(path.name):
-                found.append((status.st_mtime_ns, status.st_size, path))
-        for _, size, path in sorted(found):
-            self.progress += 1
-            key = self._key_of(path)
+            key = self._key_of(parts)
             if key is not None:
                 yield EntryInfo(key, size, self.name, pinned=False)
 
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Regular files four levels down, and nothing that a link leads to."""
-        folders = [self._root]
+    def _files(self) -> Iterator[tuple[Parts, os.stat_result]]:
+        """What is four levels down, and nothing that a link leads to."""
+        folders: list[Parts] = [()]
         for depth in range(3):
             folders = [
-                Path(each.path)
+                (*folder, name)
                 for folder in folders
-                for each in _listed(folder)
-                if each.is_dir(follow_symlinks=False)
+                for name, status in self._listed(folder)
+                if stat.S_ISDIR(status.st_mode)
             ]
             if depth == 0:
-                ours = [folder for folder in folders if folder.name not in (SET_ASIDE, INCOMING)]
-                folders = [folder for folder in ours if self._tenant in (None, folder.name)]
+                ours = [folder for folder in folders if folder[0] not in (SET_ASIDE, INCOMING)]
+                folders = [folder for folder in ours if self._tenant in (None, folder[0])]
         for folder in folders:
-            for each in _listed(folder):
-                with suppress(OSError):  # another process may remove it at any time
-                    status = each.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        yield Path(each.path), status
+            for name, status in self._listed(folder):
+                yield (*folder, name), status
 
-    def _key_of(self, path: Path) -> ChunkKey | None:
+    def _listed(self, names: Parts) -> list[tuple[str, os.stat_result]]:
+        """What is in a folder; nothing if it cannot be read, or is none by now."""
+        found = []
+        with suppress(OSError), folder_below(self._root, names) as folder, os.scandir(folder) as entries:
+            for each in entries:
+                self.progress += 1
+                with suppress(OSError):  # another process may remove it at any time
+                    found.append((each.name, each.stat(follow_symlinks=False)))
+        return found
+
+    def _key_of(self, parts: Parts) -> ChunkKey | None:
+        *folders, name = parts
         try:
-            key = read_key(path)
-            if self._root / entry_path(key) != path:
+            with folder_below(self._root, folders) as folder:
+                key = read_key(folder, name)
+            if entry_path(key).parts != parts:
                 raise CorruptEntryError(f"holds the entry of another key, {key}")
             return key
         except CorruptEntryError as error:
-            self._set_aside(path, error)
-        except FileNotFoundError:
+            self._set_aside(parts, error)
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
-            logger.warning("cannot read %s (%s); check its permissions", path, error)
+            logger.warning("cannot read %s (%s); check its permissions", self._root.joinpath(*parts), error)
         return None
 
     def remove_set_aside(self) -> None:
@@ -182,20 +203,24 @@ class DiskTier(Tier):
             else:  # rmtree would open it, and wait for ever if it is a pipe
                 os.unlink(folder)
 
-    def _set_aside(self, path: Path, reason: Exception) -> None:
+    def _set_aside(self, parts: Parts, reason: Exception) -> None:
         """Move a file away, so that it is neither met again nor lost."""
-        target = self._root / SET_ASIDE / path.relative_to(self._root)
-        target = target.with_name(f"{target.name}.{time.time_ns()}")
+        *folders, name = parts
+        kept_folders, kept_name = (SET_ASIDE, *folders), f"{name}.{time.time_ns()}"
         try:
-            make_folder(self._root, *target.relative_to(self._root).parts[:-1])
-            os.rename(path, target)
+            with (
+                folder_below(self._root, folders) as folder,
+                folder_below(self._root, kept_folders, make=True) as kept,
+            ):
+                os.rename(name, kept_name, src_dir_fd=folder, dst_dir_fd=kept)
         except FileNotFoundError:  # another process was faster
             return
         except OSError as error:
+            path = self._root.joinpath(*parts)
             logger.warning("%s is damaged (%s) and cannot be moved (%s); please remove it", path, reason, error)
             return
         self.set_aside += 1
-        logger.warning("set a damaged entry aside: %s (%s)", target, reason)
+        logger.warning("set a damaged entry aside: %s (%s)", self._root.joinpath(*kept_folders, kept_name), reason)
 
     def _remove_stale_temporary_files(self) -> None:
         """Those of writers that died; a living one takes seconds."""
@@ -203,19 +228,9 @@ class DiskTier(Tier):
         if now < self._next_cleaning:
             return
         self._next_cleaning = now + CLEANING_SECONDS
-        folder = self._root / INCOMING
-        if folder.is_symlink():  # to somebody's files
-            return
-        for each in _listed(folder):
-            with suppress(OSError):
-                if now - each.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
-                    os.unlink(each.path)
-
-
-def _listed(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if it cannot be read, or is none by now."""
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return []
+        stale = [name for name, status in self._listed((INCOMING,)) if now - status.st_mtime > STALE_SECONDS]
+        if stale:
+            with suppress(OSError), folder_below(self._root, [INCOMING]) as folder:
+                for name in stale:
+                    with suppress(OSError):
+                        os.unlink(name, dir_fd=folder)

@@ -1,6 +1,6 @@
 """A tier whose place may hang, as disks do: nobody waits for it longer than a deadline."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from kvmosaic.core.entry import ChunkKV
@@ -20,7 +20,7 @@ class GuardedTier(Tier):
     def __init__(self, tier: Tier, title: str, deadline_s: float = DISK_DEADLINE_S) -> None:
         """``title`` is for messages."""
         self.name, self.capacity = tier.name, tier.capacity
-        self.is_far, self.lasts, self.shares_budget = tier.is_far, tier.lasts, tier.shares_budget
+        self.is_far, self.shares_budget = tier.is_far, tier.shares_budget
         self._tier = tier
         self._breaker = Breaker(title, deadline_s, probe=tier.check, harmless=(Exception,))
 
@@ -31,6 +31,19 @@ class GuardedTier(Tier):
     @property
     def set_aside(self) -> int:  # type: ignore[override]
         return self._tier.set_aside
+
+    @property
+    def progress(self) -> int:  # type: ignore[override]
+        return self._tier.progress
+
+    def prepare(self) -> None:
+        self._breaker.call(self._tier.prepare, progress=lambda: self._tier.progress)
+
+    def call_when_up(self, call: Callable[[], None]) -> None:
+        self._breaker.when_up = call
+
+    def check(self) -> None:
+        self._breaker.call(self._tier.check)
 
     def size(self, key: ChunkKey) -> int | None:
         return self._breaker.call(lambda: self._tier.size(key))

@@ -40,7 +40,6 @@ class HostTier(Tier):
     """A dictionary of entries. Single operations on it are atomic, so it needs no lock."""
 
     name = "host"
-    lasts = False
     is_slow = False
 
     def __init__(self, capacity: int) -> None:

@@ -54,6 +54,13 @@ class RemoteTier(Tier):
         """Of the values that were read so far: how long the KV in the next ones will be."""
         self._breaker = Breaker(title, deadline_s, probe=lambda: client.exists([PREFIX]), harmless=(RefusedError,))
 
+    @property
+    def is_up(self) -> bool:  # type: ignore[override]
+        return self._breaker.is_up
+
+    def call_when_up(self, call: Callable[[], None]) -> None:
+        self._breaker.when_up = call
+
     def check(self) -> None:
         self._breaker.call(lambda: self._client.exists([PREFIX]))
 
@@ -169,6 +176,7 @@ class RemoteTier(Tier):
         for start in range(0, len(names), DELETED_AT_ONCE):
             page = names[start : start + DELETED_AT_ONCE]
             self._breaker.call(partial(self._client.delete, page))
+            self.progress += 1
 
     def scan(self) -> Iterator[EntryInfo]:
         """In no particular order: the store does not tell what is older. Heads that are stored one by one are listed
@@ -177,6 +185,7 @@ class RemoteTier(Tier):
         seen: set[str] = set()
         heads = HeadGroups()
         while (page := self._breaker.call(lambda: next(pages, None))) is not None:
+            self.progress += 1
             names = [name for name in page if name not in seen]
             seen.update(names)
             sizes = self._breaker.call(partial(self._client.sizes, names))

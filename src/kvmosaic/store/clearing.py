@@ -1,0 +1,78 @@
+"""Removes entries from all tiers: known ones at once, those in slow tiers as soon as that can be done."""
+
+import logging
+import threading
+import time
+
+from kvmosaic.store.base import TIER_ERRORS, TierDownError
+from kvmosaic.store.due_clears import Matching
+from kvmosaic.store.known_tiers import KnownTiers
+from kvmosaic.store.unreadable import ERROR_SECONDS
+from kvmosaic.store.writer import BackgroundWriter
+
+logger = logging.getLogger(__name__)
+
+
+class Clearing:
+    """A clear waits for no slow tier, as engines call it inside a step. What it removes counts as absent from then
+    on. The writer's thread lists and deletes it, after what it was just writing and before what is queued later;
+    where a tier is down, once it is back."""
+
+    def __init__(self, known: KnownTiers, writer: BackgroundWriter) -> None:
+        self._known = known
+        self._writer = writer
+        self._retry_at: dict[int, float] = {}
+        """By level, when to try again what failed."""
+
+    def clear(self, matching: Matching) -> None:
+        """Remove the entries whose key is ``matching`` from every tier, known or not."""
+        known, written = self._known, range(1, len(self._known.tiers))
+        with known.lock:
+            known.due.add(written, matching)
+            known.changes += 1
+            self._writer.discard(matching)
+            held = {key: tuple(record.nbytes) for key, record in known.index if matching(key)}
+            for tier in known.tiers:
+                cleared = [key for key, names in held.items() if tier.name in names]
+                for key in cleared:
+                    known.drop(tier, key)
+                if not tier.is_slow:
+                    known.delete(tier, cleared)
+            known.forget_troubles(matching)
+        if written:
+            self._writer.request_tidying()
+
+    def carry_out(self) -> None:
+        """Delete what is due in all tiers that are up. Runs in the writer's thread."""
+        for level, tier in enumerate(self._known.tiers):
+            if self._known.due.at(level) and tier.is_up and time.monotonic() >= self._retry_at.get(level, 0.0):
+                self._delete_at(level)
+
+    def _delete_at(self, level: int) -> None:
+        known, tier, due = self._known, self._known.tiers[level], self._known.due.at(level)
+        try:
+            there = [info.key for info in tier.scan() if any(matching(info.key) for matching in due)]
+            tier.delete_all(there)
+        except TierDownError:  # the writer is told when it is back
+            return
+        except TIER_ERRORS as error:
+            known.complain(tier, "delete what was cleared", error)
+            self._retry_at[level] = time.monotonic() + ERROR_SECONDS
+            retry = threading.Timer(ERROR_SECONDS, self._writer.request_tidying)
+            retry.daemon = True
+            retry.start()
+            return
+        known.worked(tier, "delete what was cleared")
+        with known.lock:
+            known.changes += 1
+            known.due.carried_out(level, due)
+
+    def give_up(self) -> None:
+        """At the end: say what will not be deleted any more."""
+        for level, tier in enumerate(self._known.tiers):
+            if due := self._known.due.at(level):
+                logger.warning(
+                    "the %s tier cannot be used, and may still have entries that were cleared; clear it when it can",
+                    tier.name,
+                )
+                self._known.due.carried_out(level, due)

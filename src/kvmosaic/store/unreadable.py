@@ -1,0 +1,52 @@
+"""Copies that could not be read."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.store.base import MissReason
+
+ERROR_SECONDS = 30.0
+"""A copy that could not be read for reasons that may pass is tried again after so long."""
+REMEMBERED = 10_000
+"""Most copies that are kept in mind; the oldest is simply tried again."""
+
+
+class Unreadable:
+    """Copies whose last read failed, how, and until when: they count as absent until then, or until they are written
+    anew."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, ChunkKey], tuple[MissReason, float]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def note(self, level: int, key: ChunkKey, reason: MissReason) -> None:
+        """A copy could not be read; a corrupt one never will be."""
+        until = float("inf") if reason is MissReason.CORRUPT else time.monotonic() + ERROR_SECONDS
+        with self._lock:
+            self._copies.pop((level, key), None)
+            self._copies[level, key] = reason, until
+            if len(self._copies) > REMEMBERED:
+                del self._copies[next(iter(self._copies))]
+
+    def reason(self, level: int, key: ChunkKey) -> MissReason | None:
+        """Why a copy is not to be read now."""
+        reason, until = self._copies.get((level, key), (None, 0.0))
+        if reason is not None and time.monotonic() > until:
+            self.written(level, key)
+            return None
+        return reason
+
+    def written(self, level: int, key: ChunkKey) -> None:
+        """There is a new copy."""
+        with self._lock:
+            self._copies.pop((level, key), None)
+
+    def forget(self, matching: Callable[[ChunkKey], bool]) -> None:
+        """These copies are to be deleted."""
+        with self._lock:
+            self._copies = {place: why for place, why in self._copies.items() if not matching(place[1])}

@@ -1,0 +1,74 @@
+"""What the store keeps in mind, and the memory of what it is about to write, have bounds."""
+
+import threading
+
+import pytest
+import torch
+from store_helpers import make_entry
+from test_store_manager import PLENTY, SlowTier, find
+
+from kvmosaic.core.entry import ChunkKV
+from kvmosaic.store import ChunkStorageManager, HostTier, MissReason
+from kvmosaic.store import unreadable as unreadable_module
+from kvmosaic.store.tiers.host import taken_bytes
+from kvmosaic.store.unreadable import Unreadable
+from kvmosaic.store.writer import BackgroundWriter
+
+
+def test_copies_that_could_not_be_read_are_forgotten_from_the_oldest_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unreadable_module, "REMEMBERED", 10)
+    slow = SlowTier()
+    store = ChunkStorageManager([HostTier(PLENTY), slow])
+    slow.error = OSError("broken")
+    for number in range(30):
+        assert find(store, make_entry(number)).reason is MissReason.ERROR
+    unreadable = store._stack.known.unreadable
+    assert len(unreadable) == 10
+    reasons = [unreadable.reason(1, make_entry(number).key) for number in (0, 19, 20, 29)]
+    assert reasons == [None, None, MissReason.ERROR, MissReason.ERROR]
+
+
+def test_a_copy_that_is_met_again_is_not_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unreadable_module, "REMEMBERED", 2)
+    unreadable, keys = Unreadable(), [make_entry(number).key for number in range(3)]
+    for key in (keys[0], keys[1], keys[0], keys[2]):
+        unreadable.note(1, key, MissReason.CORRUPT)
+    assert [unreadable.reason(1, key) is not None for key in keys] == [True, False, True]
+
+
+def test_what_is_believed_is_forgotten_with_its_job() -> None:
+    """Dropped before its turn, it leaves nothing behind that the next job of its key would inherit."""
+    gate, written = threading.Event(), list[tuple[int, bool]]()
+
+    def write(entry: ChunkKV, level: int, is_believed: bool) -> None:
+        assert gate.wait(20)
+        written.append((entry.tokens[0] // 1000, is_believed))
+
+    writer = BackgroundWriter(write, lambda: None)
+    writer.add(make_entry(1), 1)
+    writer.add(make_entry(2), 1, is_believed=True)
+    writer.discard(lambda key: key == make_entry(2).key)
+    writer.add(make_entry(2), 1)
+    writer.add(make_entry(3), 1, is_believed=True)
+    gate.set()
+    assert writer.flush() == 0
+    assert written == [(1, False), (2, False), (3, True)]
+
+
+def test_the_queue_counts_pinned_memory_as_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out powers of two; queued from the start, or when the fastest tier lets go of it."""
+    entries = [make_entry(number, tokens=33) for number in range(8)]
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    most, gate = 4 * taken_bytes(entries[0].data), threading.Event()
+    assert most > 4 * entries[0].nbytes
+
+    def write(*job: object) -> None:
+        assert gate.wait(20)
+
+    writer = BackgroundWriter(write, lambda: None, max_bytes=most)
+    assert [writer.add(entry, 1) for entry in entries] == [True] * 4 + [False] * 4
+    writer.discard(lambda key: True)
+    assert all(writer.add(entry, 1, is_extra=False) for entry in entries)
+    assert [writer.outlives(entry.key) for entry in entries] == [True] * 4 + [False] * 4
+    gate.set()
+    assert writer.flush() == 0
