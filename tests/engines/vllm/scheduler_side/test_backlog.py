@@ -13,7 +13,16 @@ from kvmosaic.engines.vllm.messages import Line
 from kvmosaic.engines.vllm.scheduler_side import fair_queue
 from kvmosaic.engines.vllm.scheduler_side.backlog import MAX_LOOKS, OVERDUE_SECONDS, FillBacklog
 from kvmosaic.engines.vllm.scheduler_side.fair_queue import LEAST_WEIGHT, MAX_TRIES, MAX_WAITING, Missing
-from tests.engines.vllm.scheduler_side.fakes import BLOCK, STEP, Side, make_shape
+from tests.engines.vllm.scheduler_side.fakes import (
+    BLOCK,
+    QUESTION,
+    STEP,
+    SYSTEM,
+    Side,
+    make_request,
+    make_shape,
+    text,
+)
 
 SINK = tuple(range(40))
 SHARED, REST = 32, 8
@@ -277,6 +286,16 @@ def test_slices_leave_room_for_what_vllm_computes_in_a_step():
     backlog = backlog_of((300, SINK))
     assert backlog.take(DECODING, make_pool(need + RESERVE - 1), 64) == ([], None)
     assert backlog.take(DECODING, make_pool(need + RESERVE), 64)[1] is not None
+
+
+def test_vllm_can_empty_its_prefix_cache_in_between():
+    side = Side()
+    side.matched(side.add(make_request("request", SYSTEM, text(5, 300), QUESTION)))
+    assert [side.run().fill_slice.start for _ in range(3)] == [0, 32, 64]
+    assert side.pool.get_num_free_blocks() < 200
+    assert side.pool.reset_prefix_cache()
+    assert side.pool.get_num_free_blocks() == 200
+    assert side.run().fill_slice.start == 0  # from the beginning
 
 
 chunks = st.lists(st.tuples(st.integers(1, 80), st.sampled_from([(), (1,), SINK, SINK[::-1]])), max_size=12)

@@ -66,8 +66,9 @@ class ChunkScheduler:
         self.stats = ChunkStats()
 
     def bind(self, pool: FreeBlocks) -> None:
-        """Take blocks for single steps from ``pool``. vLLM has it only after it made the connector."""
+        """Borrow blocks from ``pool``. vLLM has it only after it made the connector."""
         self._pool = pool
+        pool.before_reset(lambda: self._backlog.let_go(pool))
         self._lender = BlockLender(self._config, self._shape, self._mirror, pool)
 
     def add(self, request: Any) -> None:
