@@ -162,6 +162,32 @@ def test_entries_without_room_stay_with_the_fetcher_until_they_are_released(disk
     store.close()
 
 
+def test_what_is_cleared_stays_with_nobody(disk, entries):
+    """One request's entries are there, another's are just being read."""
+    store = ChunkStorageManager([HostTier(1), disk])
+    fetcher = ChunkFetcher(store)
+    fetcher.start("there", [entries[0].key])
+    finished(fetcher, "there")
+    assert fetcher.held("there")
+    gate = shut(disk, entries[1])
+    fetcher.start("on its way", [entries[1].key, entries[2].key])
+    asked(disk, entries[1])
+    fetcher.clear()
+    store.clear()
+    assert not fetcher.held("there")
+    gate.set()
+    finished(fetcher, "on its way")
+    assert not fetcher.held("on its way")
+    fetcher.start("later", [entries[3].key])  # not in the store any more
+    finished(fetcher, "later")
+    for name in ("there", "on its way", "later"):
+        fetcher.release(name)
+    assert fetcher._held_bytes == 0
+    assert store.get_stats()["pinned"] == 0
+    fetcher.close()
+    store.close()
+
+
 def test_what_a_step_did_not_wait_for_is_brought_up_for_the_next(fetcher, disk, entries, store):
     assert store.lookup(entries[0].key, entries[0].tokens, CONTEXT, held={}).reason == MissReason.SLOW
     fetcher.bring_up([entries[0].key])

@@ -38,6 +38,7 @@ class _Fetch:
     entries: dict[ChunkKey, Fetched] = field(default_factory=dict)
     """What the fastest tier had no room for."""
     is_released: bool = False
+    """Whether nobody needs it any more, or what it brings is not to be used."""
 
 
 class ChunkFetcher:
@@ -85,11 +86,22 @@ class ChunkFetcher:
             fetch = self._fetches.pop(request_id, None)
             if fetch is None:
                 return
-            fetch.is_released = True
-            self._held_bytes -= sum(taken_bytes(each.entry.data) for each in fetch.entries.values())
-            fetch.entries = {}
+            self._drop(fetch)
             self._finished.pop(request_id, None)
         fetch.pins.close()
+
+    def clear(self) -> None:
+        """The store is emptied: nothing that was fetched until now is used, nor what is just being read. Requests
+        still hear of the end of their fetches."""
+        with self._lock:
+            for fetch in self._fetches.values():
+                self._drop(fetch)
+
+    def _drop(self, fetch: _Fetch) -> None:
+        """Let go of a fetch's entries, and take no more. The lock is held."""
+        fetch.is_released = True
+        self._held_bytes -= sum(taken_bytes(each.entry.data) for each in fetch.entries.values())
+        fetch.entries = {}
 
     def take_finished(self) -> dict[str, float]:
         """Requests whose fetch ended since the last call, and how many seconds they waited for it."""

@@ -159,6 +159,7 @@ class WorkerSide:
 
     def _clear(self) -> None:
         self.blender.clear()
+        self.fetcher.clear()
         try:
             self.cache.clear()
         except Exception:  # what is left is still what it says it is
