@@ -212,6 +212,36 @@ def test_what_never_fits_is_forgotten_some_time(length):
     assert len(backlog) == 0
 
 
+@pytest.mark.parametrize("length", [400, 4000])
+def test_a_step_counts_as_one_try(length):
+    """Also for the only chunk of a request, whose turn comes again and again while others' are looked at."""
+    backlog, pool = backlog_of((length, ())), make_pool(10)
+    backlog.add([missing(1 + number, length, (), "other") for number in range(100)])
+    for step in range(1, 6):
+        assert whole(backlog, pool=pool) == []
+        waiting = {chunk.digest: chunk for chunk in backlog._waiting_chunks._waiting.values()}
+        assert waiting[bytes(4)].tries == step
+
+
+def test_others_use_a_step_s_room_beside_one_that_cannot_be_begun():
+    backlog = backlog_of((4000, ()))
+    backlog.add([missing(1 + number, 16, (), "other") for number in range(8)])
+    pool = make_pool(20)
+    assert taken(whole(backlog, pool=pool, room=64)) == [[(1, 16), (2, 16), (3, 16), (4, 16)]]
+    assert taken(whole(backlog, pool=pool, room=64)) == [[(5, 16), (6, 16), (7, 16), (8, 16)]]
+
+
+def test_a_long_chunk_whose_turn_comes_amid_a_step_is_begun_in_the_next():
+    backlog = FillBacklog(make_shape())
+    backlog.add([missing(1 + number, 16, (), "other") for number in range(100)])
+    backlog.add([missing(0, 300, ())])
+    pool = make_pool()
+    assert taken(whole(backlog, pool=pool, room=64)) == [[(1, 16)]]
+    _, part = backlog.take(DECODING, pool, 64)
+    assert part is not None
+    assert part.digest == bytes(4)
+
+
 # --- in slices
 
 

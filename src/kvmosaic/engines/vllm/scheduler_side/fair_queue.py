@@ -11,7 +11,7 @@ MAX_WAITING = 2**21
 LEAST_WEIGHT = 512
 """Tokens that a chunk counts as at least, so that there are never more than 4,096 of them."""
 MAX_TRIES = 256
-"""Times that a chunk may be too large for the free blocks before it is forgotten: the next request that lacks it
+"""Maximum steps that have too few free blocks for a chunk before it is forgotten: the next request that lacks it
 brings it back."""
 
 
@@ -26,11 +26,16 @@ class Missing:
     """What it is computed after."""
     since: float = field(default_factory=lambda: time.monotonic())
     tries: int = 0
-    """How often it was passed over."""
+    """Steps that passed it over."""
+
+    @property
+    def length(self) -> int:
+        """Tokens, with those of its context."""
+        return len(self.context) + len(self.tokens)
 
     @property
     def weight(self) -> int:
-        return max(LEAST_WEIGHT, len(self.context) + len(self.tokens))
+        return max(LEAST_WEIGHT, self.length)
 
 
 class FairQueue:
