@@ -137,8 +137,13 @@ class ChunkCache:
     ) -> ChunkKV:
         """Store the KV of tokens, K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
         entry = self.entry(key, tokens, context, k, v)
-        self.store.put(entry)
+        self.keep(entry)
         return entry
+
+    def keep(self, entry: ChunkKV) -> None:
+        """Store an entry, unless nobody can tell any more what it would be good for."""
+        if self.serves(ANY_LENGTH):
+            self.store.put(entry)
 
     def entry(
         self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], k: torch.Tensor, v: torch.Tensor

@@ -69,7 +69,8 @@ class WaitingRoom:
         """Have chunks fetched that are in slower tiers, or may be. ``False`` if a plain prefill is faster."""
         chunks = {digest: len(span) for span, digest in request.chunks_from(local)}
         # Other engines may have stored in the meantime what this one never heard of.
-        request.asked_for = [digest for digest in chunks if self._config.remote and not self._mirror.has(digest)]
+        is_shared = self._config.remote is not None and self._mirror.may_lag_behind_others
+        request.asked_for = [digest for digest in chunks if is_shared and not self._mirror.has(digest)]
         if not request.asked_for and not self._is_worth_it(request, local):
             return False
         slow = {digest: self._mirror.tier(digest) for digest in chunks if not self._mirror.is_near(digest)}

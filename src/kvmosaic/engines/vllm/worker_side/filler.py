@@ -121,7 +121,7 @@ class ChunkFiller:
         """An entry, in the store if that will have it."""
         entry = self._cache.entry(key, tokens, context, *kv)
         try:
-            self._cache.store.put(entry)
+            self._cache.keep(entry)
         except Exception:
             logger.exception("could not store a chunk of %d tokens", len(tokens))
             self._stats.failed("store")
