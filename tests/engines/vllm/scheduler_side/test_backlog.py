@@ -12,7 +12,7 @@ from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step
 from kvmosaic.engines.vllm.messages import Line
 from kvmosaic.engines.vllm.scheduler_side import fair_queue
 from kvmosaic.engines.vllm.scheduler_side.backlog import MAX_LOOKS, OVERDUE_SECONDS, FillBacklog
-from kvmosaic.engines.vllm.scheduler_side.fair_queue import LEAST_WEIGHT, MAX_TRIES, MAX_WAITING, Missing
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import LEAST_WEIGHT, MAX_TRIES, MAX_WAITING_TOKENS, WaitingChunk
 from tests.engines.vllm.scheduler_side.fakes import (
     BLOCK,
     QUESTION,
@@ -47,7 +47,7 @@ DECODING = step_of(request=1)
 
 def missing(number, length, context=SINK, request="request"):
     digest = number if isinstance(number, bytes) else number.to_bytes(4, "big")
-    return Missing(request, digest, (int.from_bytes(digest[:4], "big"),) * length, context)
+    return WaitingChunk(request, digest, (int.from_bytes(digest[:4], "big"),) * length, context)
 
 
 def backlog_of(*chunks, request="request"):
@@ -156,7 +156,7 @@ def test_a_request_with_thousands_of_chunks_delays_anothers_by_one_turn():
 
 
 def test_too_many_chunks_and_the_longest_queue_loses_its_oldest():
-    backlog, most = FillBacklog(make_shape()), MAX_WAITING // LEAST_WEIGHT
+    backlog, most = FillBacklog(make_shape()), MAX_WAITING_TOKENS // LEAST_WEIGHT
     backlog.add([missing(1_000_000, 16, (), "innocent")])
     for request in range(3):
         first = 100_000 * request
@@ -173,7 +173,7 @@ def test_too_many_chunks_and_the_longest_queue_loses_its_oldest():
 
 
 def test_long_chunks_weigh_more(monkeypatch):
-    monkeypatch.setattr(fair_queue, "MAX_WAITING", 10_000)
+    monkeypatch.setattr(fair_queue, "MAX_WAITING_TOKENS", 10_000)
     backlog = FillBacklog(make_shape())
     backlog.add([missing(1, 16, (), "innocent")])
     backlog.add([missing(2 + number, 4000, ()) for number in range(5)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvmosaic.engines.vllm.compat.scheduling import Borrowed, FreeBlocks, Step
 from kvmosaic.engines.vllm.messages import ChunkFill, FillSlice
-from kvmosaic.engines.vllm.scheduler_side.fair_queue import FairQueue, Missing
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import FairQueue, WaitingChunk
 from kvmosaic.engines.vllm.shape import EngineShape
 
 OVERDUE_SECONDS = 1.0
@@ -19,7 +19,7 @@ MAX_LOOKS = 32
 class _Begun:
     """A chunk that takes several steps to fill."""
 
-    chunk: Missing
+    chunk: WaitingChunk
     tokens: tuple[int, ...]
     """Its context and itself."""
     blocks: Borrowed
@@ -47,7 +47,7 @@ class FillBacklog:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._waiting_chunks or (self._begun is not None and self._begun.chunk.digest == digest)
 
-    def add(self, chunks: Iterable[Missing]) -> None:
+    def add(self, chunks: Iterable[WaitingChunk]) -> None:
         """Note missing chunks."""
         self._waiting_chunks.add(chunk for chunk in chunks if chunk.digest not in self)
 
@@ -107,7 +107,7 @@ class FillBacklog:
                 return
             self._pass_over(chunk)
 
-    def _pass_over(self, chunk: Missing) -> None:
+    def _pass_over(self, chunk: WaitingChunk) -> None:
         """There are too few free blocks for the chunk whose turn it is."""
         if chunk.digest in self._passed_over:
             self._waiting_chunks.skip()
@@ -131,7 +131,7 @@ class FillBacklog:
 
     def _fill(self, pool: FreeBlocks, room: int, reserve: int, used: int) -> list[ChunkFill]:
         """Chunks that are filled as a whole, in turns. Of the step's ``room``, so many tokens are ``used``."""
-        groups: dict[tuple[int, ...], list[Missing]] = {}
+        groups: dict[tuple[int, ...], list[WaitingChunk]] = {}
         counts: dict[tuple[int, ...], int] = {}
         left, free, looks = room - used, pool.count, min(MAX_LOOKS, len(self._waiting_chunks))
         while self._waiting_chunks and looks:

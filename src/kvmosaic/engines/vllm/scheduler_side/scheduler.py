@@ -111,7 +111,7 @@ class ChunkScheduler:
                 raise  # vLLM cannot go on from there by itself
             logger.exception("request %s cannot be planned", shown_id(request.request_id))
             self.stats.failed("schedule")
-        if ours is not None and ours.is_begun(local):  # then the rest has to become what it was
+        if ours is not None and ours.begins_inside(local):  # then the rest has to become what it was
             ours.at_once = None
             return max(0, ours.prompt.question.start - local), False
         self.give_up(request)
@@ -122,7 +122,7 @@ class ChunkScheduler:
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
         off_reason = self._mirror.off_reason
-        if off_reason is not None and not ours.is_begun(local):
+        if off_reason is not None and not ours.begins_inside(local):
             return self._serve_plainly(ours, off_reason), False
         is_alone = not self._running
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)

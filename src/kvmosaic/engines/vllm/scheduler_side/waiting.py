@@ -9,7 +9,7 @@ from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.messages import ChunkFetch, StepWork
 from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
-from kvmosaic.engines.vllm.scheduler_side.fair_queue import Missing
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import WaitingChunk
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
@@ -53,13 +53,13 @@ class WaitingRoom:
                     return Fallback.COST
             if not is_alone and self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
                 return None
-            if not is_alone and not request.is_begun(local) and self._admission.choice_is_long(request, local):
+            if not is_alone and not request.begins_inside(local) and self._admission.choice_is_long(request, local):
                 return Fallback.COST
             # It may still have to wait for a step with room, and for blocks.
             return external if self._admission.has_room(request, local) else None
         if request.has_patience(PATIENCE_SECONDS):
             return None
-        if request.is_begun(local):
+        if request.begins_inside(local):
             return external
         name = shown_id(request.request_id)
         logger.warning("request %s waited %d s for its chunks; it is prefilled", name, PATIENCE_SECONDS)
@@ -89,7 +89,7 @@ class WaitingRoom:
         if self._config.miss_policy == "background" and not request.is_noted:
             request.is_noted = True
             self._backlog.add(self._missing(request))
-        if request.is_begun(local):
+        if request.begins_inside(local):
             return True
         request.is_worth_it = self._admission.is_faster(request, local)
         return request.is_worth_it
@@ -111,9 +111,9 @@ class WaitingRoom:
             request.lacking.pop()
         return bool(request.lacking)
 
-    def _missing(self, request: ChunkRequest, local: int = 0) -> Iterator[Missing]:
+    def _missing(self, request: ChunkRequest, local: int = 0) -> Iterator[WaitingChunk]:
         """The chunks of a request behind the first ``local`` tokens that are not stored and can be filled."""
         longest = self._shape.max_positions - len(request.context)
         for span, digest in request.chunks_from(local):
             if len(span) <= longest and not self._mirror.has(digest):
-                yield Missing(request.request_id, digest, request.prompt.tokens_of(span), request.context)
+                yield WaitingChunk(request.request_id, digest, request.prompt.tokens_of(span), request.context)

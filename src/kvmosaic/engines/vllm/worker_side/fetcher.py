@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FETCHES_AT_ONCE = 4
 """Number of threads, so that one slow fetch does not hold up all others."""
-MAX_WAITING = 256
+MAX_WAITING_FETCHES = 256
 """Maximum fetches that wait for a thread. Those beyond it are over at once: their requests do without."""
 HELD_BYTES = 4 * 1024**3
 """Maximum bytes of entries that are kept alive for requests because the fastest tier has no room for them."""
@@ -75,7 +75,7 @@ class ChunkFetcher:
         if keys:
             self._submit(_Fetch(keys, None))
 
-    def held(self, request_id: str) -> Mapping[ChunkKey, Fetched]:
+    def kept_for(self, request_id: str) -> Mapping[ChunkKey, Fetched]:
         """What was fetched for a request and is in no fast tier."""
         fetch = self._fetches.get(request_id)
         return {} if fetch is None else fetch.entries
@@ -121,7 +121,7 @@ class ChunkFetcher:
 
     def _submit(self, fetch: _Fetch) -> bool:
         with self._lock:
-            if self._waiting >= MAX_WAITING:
+            if self._waiting >= MAX_WAITING_FETCHES:
                 return False
             self._waiting += 1
         self._threads.submit(self._run, fetch)
