@@ -59,8 +59,7 @@ class ChunkScheduler:
         """Requests that were in the latest step and are not finished."""
         self._in_slices: set[str] = set()
         """Requests that are being loaded in several steps."""
-        self._salt: BlockSalt | None = None
-        """Of all requests, since weights changed."""
+        self._salt: BlockSalt | None = None  # of all requests, since weights changed
         self._work = StepWork(engine_id=setup.engine_id)
         self.stats = ChunkStats()
 
@@ -121,9 +120,6 @@ class ChunkScheduler:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
-        off_reason = self._mirror.off_reason
-        if off_reason is not None and not ours.begins_inside(local):
-            return self._serve_plainly(ours, off_reason), False
         is_alone = not self._running
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):

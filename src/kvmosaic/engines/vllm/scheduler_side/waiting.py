@@ -40,6 +40,9 @@ class WaitingRoom:
     def matched(self, request: ChunkRequest, local: int, work: StepWork, *, is_alone: bool) -> int | Fallback | None:
         """Tokens after the first ``local`` that the worker brings, or why the request is served plainly; ``None``
         while chunks are on their way. Fetches go into ``work``. ``is_alone``: no other request is running."""
+        off_reason = self._mirror.off_reason
+        if off_reason is not None and not request.begins_inside(local):
+            return off_reason
         external = max(0, request.prompt.question.start - local)
         if external == 0:
             return 0
