@@ -52,3 +52,29 @@ def test_matches_needs_tokens_and_context():
     assert entry.matches(range(5), [7])
     assert not entry.matches([0, 1, 2, 3, 5], [7])
     assert not entry.matches(range(5), [])
+
+
+def test_entries_with_a_long_context_are_compared_by_one_comparison():
+    """Once they have been looked up together; before, each has a context of its own, as it was read."""
+    compared = 0
+
+    class Token(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            nonlocal compared
+            compared += 1
+            return int(self) == int(other)
+
+    k = v = torch.zeros(1, 1, 5, 2)
+    entries = [ChunkKV.from_kv(KEY, range(5), list(range(1000, 1100)), k, v) for _ in range(20)]
+    counts = []
+    for _ in range(3):
+        context = tuple(map(Token, range(1000, 1100)))
+        compared = 0
+        assert all(entry.matches(range(5), context) for entry in entries)
+        counts.append(compared)
+    assert counts == [20 * 100, 100, 100]
+    others = (*context[:-1], Token(5)), context[:-1], (*context, Token(5))
+    assert not any(entry.matches(range(5), other) for entry in entries for other in others)
+    assert all(entry.context == tuple(range(1000, 1100)) for entry in entries)

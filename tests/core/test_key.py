@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.key import HASH_ALGORITHMS, ChunkKey, content_hash, format_fingerprint
+from kvmosaic.core.key import HASH_ALGORITHMS, ChunkKey, ContentHasher, content_hash, format_fingerprint
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
@@ -20,6 +20,12 @@ def test_hash_is_equal_exactly_when_content_and_context_are(a, b, context_a, con
 def test_moving_a_token_between_context_and_chunk_changes_the_hash(a, cut):
     cut = min(cut, len(a))
     assert (content_hash(a[cut:], a[:cut]) == content_hash(a)) == (cut == 0)
+
+
+@given(chunks=st.lists(tokens, max_size=5), context=tokens, algorithm=st.sampled_from(list(HASH_ALGORITHMS)))
+def test_chunks_of_one_context_have_the_hashes_they_have_alone(chunks, context, algorithm):
+    hasher = ContentHasher(context, algorithm)
+    assert [hasher.hash(chunk) for chunk in chunks] == [content_hash(chunk, context, algorithm) for chunk in chunks]
 
 
 def test_hashes_never_change():

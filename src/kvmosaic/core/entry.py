@@ -12,6 +12,9 @@ from kvmosaic.core.window import WHOLE, WindowTails
 VIRTUAL_POS_START = 0
 """Position of the first context token (sink prefix) when a chunk is computed alone."""
 
+_latest_equal: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+"""Two contexts that were found equal last."""
+
 
 @dataclass(frozen=True)
 class KVFormat:
@@ -112,4 +115,19 @@ class ChunkKV:
 
     def matches(self, tokens: Sequence[int], context: Sequence[int]) -> bool:
         """Whether this really is the KV of these tokens: a hash alone is never trusted."""
-        return self.tokens == tuple(tokens) and self.context == tuple(context)
+        return self.tokens == tuple(tokens) and self._is_after(tuple(context))
+
+    def _is_after(self, context: tuple[int, ...]) -> bool:
+        """Whether this is its context. A system prompt may be long, and many chunks come after it; so an equal one
+        takes the place of the entry's own. Entries that are looked up together come to share it, and the next time
+        all of them are compared by one comparison."""
+        global _latest_equal
+        own, (before, latest) = self.context, _latest_equal
+        if own is context:
+            return True
+        if not (own is before and context is latest):
+            if own != context:
+                return False
+            _latest_equal = own, context
+        object.__setattr__(self, "context", context)
+        return True

@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 from urllib.parse import quote, unquote
 
 import xxhash
@@ -20,20 +21,40 @@ MOST_TOKENS = 2**31
 LAYOUT_VERSION = 2
 """Part of every fingerprint: raise it when the meaning of stored bytes changes."""
 
-HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
-    "xxhash": lambda data: xxhash.xxh3_128_digest(data),
-    "sha256": lambda data: hashlib.sha256(data).digest()[:HASH_BYTES],
-}
+
+class _HashState(Protocol):
+    """A hash of what it was given so far."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+    def copy(self) -> Self: ...
+
+    def digest(self) -> bytes: ...
+
+
+HASH_ALGORITHMS: dict[str, Callable[[bytes], _HashState]] = {"xxhash": xxhash.xxh3_128, "sha256": hashlib.sha256}
+
+
+class ContentHasher:
+    """Hashes chunks that are computed after the same context, which is hashed once: it may be far longer than they
+    are, and they may be many."""
+
+    def __init__(self, context: Sequence[int] = (), algorithm: str = "xxhash") -> None:
+        if algorithm not in HASH_ALGORITHMS:
+            raise ConfigError(f"unknown hash algorithm {algorithm!r}; choose one of {', '.join(HASH_ALGORITHMS)}")
+        # The context's length goes first, so that moving a token between the two changes the hash.
+        self._of_context = HASH_ALGORITHMS[algorithm](_little_endian([len(context)]) + _little_endian(context))
+
+    def hash(self, tokens: Sequence[int]) -> bytes:
+        """128-bit hash of a chunk's tokens and of the context."""
+        state = self._of_context.copy()
+        state.update(_little_endian(tokens))
+        return state.digest()[:HASH_BYTES]
 
 
 def content_hash(tokens: Sequence[int], context: Sequence[int] = (), algorithm: str = "xxhash") -> bytes:
     """128-bit hash of a chunk's tokens and of the context tokens it was computed after."""
-    if algorithm not in HASH_ALGORITHMS:
-        raise ConfigError(f"unknown hash algorithm {algorithm!r}; choose one of {', '.join(HASH_ALGORITHMS)}")
-    # The context's length goes first, so that moving a token between the two changes the hash.
-    return HASH_ALGORITHMS[algorithm](
-        _little_endian([len(context)]) + _little_endian(context) + _little_endian(tokens)
-    )
+    return ContentHasher(context, algorithm).hash(tokens)
 
 
 def _little_endian(numbers: Sequence[int]) -> bytes:

@@ -1,6 +1,6 @@
 """The chunk cache of an engine: keys, look-ups, storing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.heads import HeadShare
-from kvmosaic.core.key import ChunkKey, content_hash, format_fingerprint
+from kvmosaic.core.key import ChunkKey, ContentHasher, format_fingerprint
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.core.store_key import StoreKey
 from kvmosaic.engines.identity import chunk_context
@@ -90,8 +90,15 @@ class ChunkCache:
 
     def key(self, tokens: Sequence[int], context: Sequence[int], length: int = ANY_LENGTH) -> ChunkKey:
         """The key of a chunk computed after ``context`` for prompts like one of ``length`` tokens."""
-        digest = content_hash(tokens, context, self._config.chunk_hash_algorithm)
-        return self.key_of_hash(digest, len(tokens), length)
+        [key] = self.keys([tokens], context, length)
+        return key
+
+    def keys(
+        self, chunks: Iterable[Sequence[int]], context: Sequence[int], length: int = ANY_LENGTH
+    ) -> list[ChunkKey]:
+        """The keys of several chunks that are computed after the same ``context``."""
+        hasher = ContentHasher(context, self._config.chunk_hash_algorithm)
+        return [self.key_of_hash(hasher.hash(tokens), len(tokens), length) for tokens in chunks]
 
     def key_of_hash(self, digest: bytes, num_tokens: int, length: int = ANY_LENGTH) -> ChunkKey:
         """The key of a chunk whose content hash is known."""
@@ -113,9 +120,10 @@ class ChunkCache:
         """The chunks of a prompt of ``length`` tokens that the store has, and those that it lacks."""
         found: dict[tuple[int, ...], Found] = {}
         missing: dict[tuple[int, ...], Missing] = {}
-        keys = {chunk: self.key(chunk, context, length) for chunk in map(tuple, chunks)}
-        absent = self.store.absent(keys.values())
-        for chunk, key in keys.items():
+        different = dict.fromkeys(map(tuple, chunks))
+        keys, context = self.keys(different, context, length), tuple(context)
+        absent = self.store.absent(keys)
+        for chunk, key in zip(different, keys, strict=True):
             result = self.store.lookup(key, chunk, context, absent=absent)
             if result.entry is not None:
                 found[chunk] = Found(result.entry, result.tier, None)
@@ -129,8 +137,13 @@ class ChunkCache:
     ) -> ChunkKV:
         """Store the KV of tokens, K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
         entry = self.entry(key, tokens, context, k, v)
-        self.store.put(entry)
+        self.keep(entry)
         return entry
+
+    def keep(self, entry: ChunkKV) -> None:
+        """Store an entry, unless nobody can tell any more what it would be good for."""
+        if self.serves(ANY_LENGTH):
+            self.store.put(entry)
 
     def entry(
         self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], k: torch.Tensor, v: torch.Tensor
@@ -158,7 +171,7 @@ class ChunkCache:
     def warm_states(self, chunks: Sequence[Sequence[int]], length: int = ANY_LENGTH) -> list[WarmState]:
         """What is to be done about documents that shall be there for later processes, for prompts like one of
         ``length`` tokens. Reads no entry."""
-        keys = [self.key(chunk, self.sink, length) for chunk in chunks]
+        keys = self.keys(chunks, self.sink, length)
         lasting = self.store.lasting(keys)
         states: list[WarmState] = []
         for chunk, key in zip(chunks, keys, strict=True):

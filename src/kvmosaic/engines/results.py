@@ -31,6 +31,8 @@ class Fallback(str, Enum):
     """The policy recomputes inside chunks, and entries lack the beginning of layers with a sliding window."""
     SELF_TEST = "self-test"
     """The engine failed its self-test."""
+    WEIGHTS = "unknown-weights"
+    """Nobody can tell which weights the model has."""
     COST = "cost"
     """A prefill is predicted to be faster."""
     SLOW_TIER = "slow-tier"

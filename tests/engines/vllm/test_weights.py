@@ -6,12 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvmosaic.engines.vllm.worker_side import names
+from kvmosaic.engines.vllm.worker_side import weights as engine_weights
 from tests.engines.vllm.helpers import (
     PART,
     ask,
     close,
     draw,
     exact,
+    fail,
     forget,
     join,
     report,
@@ -149,6 +152,37 @@ def test_weights_put_back_by_hand_and_the_same_ones_loaded_again_change_nothing(
     assert set(statuses(first)) == {"cached"}
 
 
+def test_weights_that_nobody_can_tell_are_in_no_tier_that_lasts(tiny_llama, prompts, tmp_path, monkeypatch):
+    (ids, boundaries), _, plain = prompts
+    lines = []
+    monkeypatch.setattr(names.logger, "error", lambda line, *args: lines.append(line % args))
+    llm = start(tiny_llama, **SETTINGS, disk_path=tmp_path)
+
+    def told():
+        outputs = [*ask(llm, ids, boundaries=boundaries, report=True), *ask(llm, plain)]
+        forget(llm)
+        worker_side().cache.store.flush()
+        return report(outputs[0]), {path.name for path in tmp_path.rglob("*") if path.is_file()}
+
+    _, files = told()
+    assert files
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_weights, "loaded_tensors", fail)
+        reload_from(tiny_llama)(llm)
+        assert llm.reset_prefix_cache()
+        for _ in range(3):
+            said, there = told()
+            assert there == files
+        assert said == {"mode": "plain", "fallback_reason": "unknown-weights"}
+        assert worker_side().names.tiers == "none"
+    [line] = lines
+    assert "a failure made for this test" in line
+    reload_from(tiny_llama)(llm)
+    assert llm.reset_prefix_cache()
+    told()
+    assert {chunk["status"] for chunk in told()[0]["chunks"]} == {"cached"}
+
+
 def only_the_first_rank_knows(worker):
     """As if the other one's weights had been changed by nobody that is watched."""
     side = worker_side()
@@ -159,14 +193,14 @@ def only_the_first_rank_knows(worker):
 
 def answers_of_ranks(llm, ids, boundaries, folders):
     """What two ranks say with the weights of one folder after the other, and how they call those."""
-    said, names = [], []
+    said, called = [], []
     for folder in folders:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         llm.collective_rpc(only_the_first_rank_knows)
         assert llm.reset_prefix_cache()
         said += [[list(output.outputs[0].token_ids) for output in ask(llm, ids, boundaries=boundaries)] for _ in "12"]
-        names.append(llm.collective_rpc(only_the_first_rank_knows))
-    return said, names
+        called.append(llm.collective_rpc(only_the_first_rank_knows))
+    return said, called
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU")
@@ -174,9 +208,9 @@ def test_ranks_change_weights_in_the_same_step(tiny_llama, folders, prompts):
     (ids, boundaries), *_ = prompts
     order = [tiny_llama, folders[1], tiny_llama]
     with EngineApart(tiny_llama, ranks=2, **SETTINGS) as engine:
-        said, names = engine.call(answers_of_ranks, ids, boundaries, order)
+        said, called = engine.call(answers_of_ranks, ids, boundaries, order)
     for folder, first, second in zip(order, said[::2], said[1::2], strict=True):
         [alone] = ask(start(folder, **SETTINGS), ids, boundaries=boundaries)
         assert first == second == [list(alone.outputs[0].token_ids)]
-    assert all(mine == yours for mine, yours in names)
-    assert names[0] == names[2] != names[1]
+    assert all(mine == yours for mine, yours in called)
+    assert called[0] == called[2] != called[1]

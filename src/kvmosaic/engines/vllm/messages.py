@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -136,6 +136,11 @@ class StepWork(KVConnectorMetadata):
         return self == StepWork(engine_id=self.engine_id, weights=self.weights)
 
 
+TiersInUse = Literal["all", "memory", "none"]
+"""What a rank stores to and looks into. While nobody can tell which weights there are, that is no tier that outlives
+it; none at all, if such tiers are open."""
+
+
 class Line(NamedTuple):
     """A measured cost: ``fixed + per_token · tokens`` seconds."""
 
@@ -164,6 +169,9 @@ class RankReport:
     """Whether it failed its self-test, so that nothing may be reused."""
     weights: int = 0
     """How often weights have changed."""
+    weights_digest: str = ""
+    """Which weights there are, in all engines that have them."""
+    tiers: TiersInUse = "all"
     is_all: bool = False
     """Whether ``changes`` is all there is, so that whatever was reported before can be forgotten."""
 

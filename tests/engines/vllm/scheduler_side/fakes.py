@@ -119,6 +119,7 @@ class Side:
         fetched: Sequence[str] = (),
         costs: Mapping[str, Line] | None = None,
         is_off: bool = False,
+        **more: Any,
     ) -> None:
         """What a rank, or each of them, tells after a step."""
         ranks = range(self.setup.shape.ranks) if rank is None else [rank]
@@ -130,6 +131,7 @@ class Side:
                 fetched=list(fetched),
                 costs=dict(costs or {}),
                 is_off=is_off,
+                **more,
             )
             for each in ranks
         ]

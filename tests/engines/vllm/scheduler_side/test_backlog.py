@@ -12,8 +12,18 @@ from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step
 from kvmosaic.engines.vllm.messages import Line
 from kvmosaic.engines.vllm.scheduler_side import fair_queue
 from kvmosaic.engines.vllm.scheduler_side.backlog import MAX_LOOKS, OVERDUE_SECONDS, FillBacklog
-from kvmosaic.engines.vllm.scheduler_side.fair_queue import LEAST_WEIGHT, MAX_TRIES, MAX_WAITING, Missing
-from tests.engines.vllm.scheduler_side.fakes import BLOCK, STEP, Side, ask_about, make_shape, text
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import LEAST_WEIGHT, MAX_TRIES, MAX_WAITING_TOKENS, WaitingChunk
+from tests.engines.vllm.scheduler_side.fakes import (
+    BLOCK,
+    QUESTION,
+    STEP,
+    SYSTEM,
+    Side,
+    ask_about,
+    make_request,
+    make_shape,
+    text,
+)
 
 SINK = tuple(range(40))
 SHARED, REST = 32, 8
@@ -38,7 +48,7 @@ DECODING = step_of(request=1)
 
 def missing(number, length, context=SINK, request="request"):
     digest = number if isinstance(number, bytes) else number.to_bytes(4, "big")
-    return Missing(request, digest, (int.from_bytes(digest[:4], "big"),) * length, context)
+    return WaitingChunk(request, digest, (int.from_bytes(digest[:4], "big"),) * length, context)
 
 
 def backlog_of(*chunks, request="request"):
@@ -147,7 +157,7 @@ def test_a_request_with_thousands_of_chunks_delays_anothers_by_one_turn():
 
 
 def test_too_many_chunks_and_the_longest_queue_loses_its_oldest():
-    backlog, most = FillBacklog(make_shape()), MAX_WAITING // LEAST_WEIGHT
+    backlog, most = FillBacklog(make_shape()), MAX_WAITING_TOKENS // LEAST_WEIGHT
     backlog.add([missing(1_000_000, 16, (), "innocent")])
     for request in range(3):
         first = 100_000 * request
@@ -164,7 +174,7 @@ def test_too_many_chunks_and_the_longest_queue_loses_its_oldest():
 
 
 def test_long_chunks_weigh_more(monkeypatch):
-    monkeypatch.setattr(fair_queue, "MAX_WAITING", 10_000)
+    monkeypatch.setattr(fair_queue, "MAX_WAITING_TOKENS", 10_000)
     backlog = FillBacklog(make_shape())
     backlog.add([missing(1, 16, (), "innocent")])
     backlog.add([missing(2 + number, 4000, ()) for number in range(5)])
@@ -201,6 +211,36 @@ def test_what_never_fits_is_forgotten_some_time(length):
     for _ in range(MAX_TRIES // 2 + 1):
         whole(backlog, pool=pool)
     assert len(backlog) == 0
+
+
+@pytest.mark.parametrize("length", [400, 4000])
+def test_a_step_counts_as_one_try(length):
+    """Also for the only chunk of a request, whose turn comes again and again while others' are looked at."""
+    backlog, pool = backlog_of((length, ())), make_pool(10)
+    backlog.add([missing(1 + number, length, (), "other") for number in range(100)])
+    for step in range(1, 6):
+        assert whole(backlog, pool=pool) == []
+        waiting = {chunk.digest: chunk for chunk in backlog._waiting_chunks._waiting.values()}
+        assert waiting[bytes(4)].tries == step
+
+
+def test_others_use_a_step_s_room_beside_one_that_cannot_be_begun():
+    backlog = backlog_of((4000, ()))
+    backlog.add([missing(1 + number, 16, (), "other") for number in range(8)])
+    pool = make_pool(20)
+    assert taken(whole(backlog, pool=pool, room=64)) == [[(1, 16), (2, 16), (3, 16), (4, 16)]]
+    assert taken(whole(backlog, pool=pool, room=64)) == [[(5, 16), (6, 16), (7, 16), (8, 16)]]
+
+
+def test_a_long_chunk_whose_turn_comes_amid_a_step_is_begun_in_the_next():
+    backlog = FillBacklog(make_shape())
+    backlog.add([missing(1 + number, 16, (), "other") for number in range(100)])
+    backlog.add([missing(0, 300, ())])
+    pool = make_pool()
+    assert taken(whole(backlog, pool=pool, room=64)) == [[(1, 16)]]
+    _, part = backlog.take(DECODING, pool, 64)
+    assert part is not None
+    assert part.digest == bytes(4)
 
 
 # --- in slices
@@ -277,6 +317,16 @@ def test_slices_leave_room_for_what_vllm_computes_in_a_step():
     backlog = backlog_of((300, SINK))
     assert backlog.take(DECODING, make_pool(need + RESERVE - 1), 64) == ([], None)
     assert backlog.take(DECODING, make_pool(need + RESERVE), 64)[1] is not None
+
+
+def test_vllm_can_empty_its_prefix_cache_in_between():
+    side = Side()
+    side.matched(side.add(make_request("request", SYSTEM, text(5, 300), QUESTION)))
+    assert [side.run().fill_slice.start for _ in range(3)] == [0, 32, 64]
+    assert side.pool.get_num_free_blocks() < 200
+    assert side.pool.reset_prefix_cache()
+    assert side.pool.get_num_free_blocks() == 200
+    assert side.run().fill_slice.start == 0  # from the beginning
 
 
 chunks = st.lists(st.tuples(st.integers(1, 80), st.sampled_from([(), (1,), SINK, SINK[::-1]])), max_size=12)

@@ -5,6 +5,7 @@ Sizes are such that work that grows with their square would take minutes."""
 import logging
 import math
 import random
+import time
 
 import pytest
 from hypothesis import given
@@ -98,6 +99,19 @@ def test_the_name_of_a_request_is_shown_in_part(caplog):
     [line] = lines(caplog)
     assert len(line) < LINE
     assert "\n" not in line
+
+
+def test_many_chunks_behind_a_long_system_prompt_are_hashed_as_fast_as_alone():
+    parts = list(range(500_000)), *[text(number, 16) for number in range(MAX_CHUNKS)], QUESTION
+    seconds = []
+    for context in ("alone", "system"):
+        side, request = Side(chunk_context=context), make_request("request", *parts)
+        begin = time.process_time()
+        side.add(request)
+        seconds.append(time.process_time() - begin)
+        assert len(side.ours(request).digests) == MAX_CHUNKS
+    alone, behind = seconds
+    assert behind < 5 * alone
 
 
 # --- of any kind

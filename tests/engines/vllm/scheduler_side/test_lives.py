@@ -116,6 +116,19 @@ def test_an_abort_between_slices_leaves_nothing(steps):
     assert engine.reports["next"]["mode"] == "reuse"
 
 
+def test_caches_are_reset_while_a_long_chunk_is_filled_in_slices():
+    """As vLLM does when it is paused with ``keep``."""
+    engine, document = Simulation(blocks=200), text(5, 500)
+    engine.add(chunked("request", documents=[document], answer=60))
+    for _ in range(14):
+        engine.step()
+    assert engine.ours._backlog._begun is not None
+    assert engine.vllm.reset_prefix_cache(reset_running_requests=True)
+    engine.finish()
+    assert list(engine.workers.store) == [content_hash(document, engine.ours._planner._sink)]
+    engine.check_that_nothing_is_left()
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_exact_prefixes_come_back_after_the_prefix_cache_forgot_them(window):
     engine = Simulation(prefix_blocks=True, window=window)

@@ -36,7 +36,7 @@ def test_chunks_that_end_behind_a_position():
 
 def test_it_is_begun_when_the_prefix_cache_ends_inside_a_chunk():
     ours = plan(ask_about(FIRST, SECOND))
-    assert [local for local in range(110) if ours.is_begun(local)] == [*range(21, 60), *range(61, 100)]
+    assert [local for local in range(110) if ours.begins_inside(local)] == [*range(21, 60), *range(61, 100)]
 
 
 @pytest.mark.parametrize(

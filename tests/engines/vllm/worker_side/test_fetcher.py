@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvmosaic.engines.vllm.worker_side.fetcher import FETCHES_AT_ONCE, MAX_WAITING, ChunkFetcher
+from kvmosaic.engines.vllm.worker_side.fetcher import FETCHES_AT_ONCE, MAX_WAITING_FETCHES, ChunkFetcher
 from kvmosaic.store import ChunkStorageManager, MissReason
 from kvmosaic.store.tiers.disk import DiskTier
 from kvmosaic.store.tiers.host import HostTier
@@ -131,13 +131,13 @@ def test_a_request_that_asks_again_waits_for_its_second_fetch(fetcher, disk, ent
 
 def test_more_than_can_wait_are_over_at_once(fetcher, disk, entries):
     gates = [shut(disk, entry) for entry in entries[:FETCHES_AT_ONCE]]
-    for number in range(FETCHES_AT_ONCE + MAX_WAITING + 10):
+    for number in range(FETCHES_AT_ONCE + MAX_WAITING_FETCHES + 10):
         fetcher.start(str(number), [entries[number % FETCHES_AT_ONCE].key])
     over = fetcher.take_finished()
     assert len(over) >= 10
     for gate in gates:
         gate.set()
-    finished(fetcher, *({str(number) for number in range(FETCHES_AT_ONCE + MAX_WAITING + 10)} - over.keys()))
+    finished(fetcher, *({str(number) for number in range(FETCHES_AT_ONCE + MAX_WAITING_FETCHES + 10)} - over.keys()))
 
 
 def test_entries_without_room_stay_with_the_fetcher_until_they_are_released(disk, entries):
@@ -149,14 +149,40 @@ def test_entries_without_room_stay_with_the_fetcher_until_they_are_released(disk
     finished(fetcher, "a")
     disk.asked.clear()
     for entry in wanted:
-        found = store.lookup(entry.key, entry.tokens, CONTEXT, held=fetcher.held("a"))
+        found = store.lookup(entry.key, entry.tokens, CONTEXT, held=fetcher.kept_for("a"))
         assert found.entry is not None
         assert found.entry.tokens == entry.tokens
         assert found.tier == "disk"
     fetcher.release("a")
-    results = [store.lookup(entry.key, entry.tokens, CONTEXT, held=fetcher.held("a")) for entry in wanted]
+    results = [store.lookup(entry.key, entry.tokens, CONTEXT, held=fetcher.kept_for("a")) for entry in wanted]
     assert [result.reason for result in results].count(MissReason.SLOW) == 2
     assert disk.asked == [], "a lookup in a step asked the disk"
+    assert store.get_stats()["pinned"] == 0
+    fetcher.close()
+    store.close()
+
+
+def test_what_is_cleared_stays_with_nobody(disk, entries):
+    """One request's entries are there, another's are just being read."""
+    store = ChunkStorageManager([HostTier(1), disk])
+    fetcher = ChunkFetcher(store)
+    fetcher.start("there", [entries[0].key])
+    finished(fetcher, "there")
+    assert fetcher.kept_for("there")
+    gate = shut(disk, entries[1])
+    fetcher.start("on its way", [entries[1].key, entries[2].key])
+    asked(disk, entries[1])
+    fetcher.clear()
+    store.clear()
+    assert not fetcher.kept_for("there")
+    gate.set()
+    finished(fetcher, "on its way")
+    assert not fetcher.kept_for("on its way")
+    fetcher.start("later", [entries[3].key])  # not in the store any more
+    finished(fetcher, "later")
+    for name in ("there", "on its way", "later"):
+        fetcher.release(name)
+    assert fetcher._held_bytes == 0
     assert store.get_stats()["pinned"] == 0
     fetcher.close()
     store.close()

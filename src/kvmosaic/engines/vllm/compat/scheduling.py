@@ -105,6 +105,18 @@ class FreeBlocks:
         """Free them. The next owner writes them in a later step."""
         self._pool.free_blocks(borrowed.handles)
 
+    def before_reset(self, let_go: Callable[[], None]) -> None:
+        """Call ``let_go`` whenever vLLM is about to empty its prefix cache: it refuses while any block is in use."""
+        reset = self._pool.reset_prefix_cache
+
+        @wraps(reset)
+        def reset_prefix_cache() -> bool:
+            let_go()
+            is_reset: bool = reset()
+            return is_reset
+
+        self._pool.reset_prefix_cache = reset_prefix_cache
+
 
 def block_hasher(request: Any) -> Callable[[Any], list[Any]] | None:
     """The function that hashes a request's new full blocks; ``None`` where vLLM hashes nothing."""

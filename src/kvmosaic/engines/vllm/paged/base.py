@@ -37,7 +37,7 @@ class RequestBlocks(ABC):
         """What entries keep of layers with a sliding window."""
         return self.format.tails
 
-    def check(self, moves: Sequence[tuple[ChunkKV, int]]) -> None:
+    def check_formats(self, moves: Sequence[tuple[ChunkKV, int]]) -> None:
         """Raise a ``ValueError`` if an entry is of another format: it would be written into other requests' blocks.
         The store returns no such entry."""
         for entry, _ in moves:

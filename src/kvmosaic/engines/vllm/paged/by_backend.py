@@ -58,7 +58,7 @@ class BackendBlocks(RequestBlocks):
     def place(self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], start: int) -> None:
         if not moves:
             return
-        self.check(moves)
+        self.check_formats(moves)
         kv, windowed = self._forward.kv, self.tails.layers
         # vLLM's tables do not depend on a prompt's length.
         turns = turns_for(moves, 0, self._rotary)

@@ -73,7 +73,7 @@ class KernelBlocks(RequestBlocks):
     def place(
         self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], start: int
     ) -> torch.cuda.Event | None:
-        self.check(moves)
+        self.check_formats(moves)
         every = [Move(_readable(entry.data), len(entry.tokens), entry.first_position, at) for entry, at in moves]
         # What is on the GPU already may be overwritten by what its stream does next, so it is read in that order.
         scatter([move for move in every if move.data.is_cuda], self._caches, blocks[0], start, self.tails)

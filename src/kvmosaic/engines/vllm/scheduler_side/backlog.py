@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvmosaic.engines.vllm.compat.scheduling import Borrowed, FreeBlocks, Step
 from kvmosaic.engines.vllm.messages import ChunkFill, FillSlice
-from kvmosaic.engines.vllm.scheduler_side.fair_queue import FairQueue, Missing
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import FairQueue, WaitingChunk
 from kvmosaic.engines.vllm.shape import EngineShape
 
 OVERDUE_SECONDS = 1.0
@@ -19,7 +19,7 @@ MAX_LOOKS = 32
 class _Begun:
     """A chunk that takes several steps to fill."""
 
-    chunk: Missing
+    chunk: WaitingChunk
     tokens: tuple[int, ...]
     """Its context and itself."""
     blocks: Borrowed
@@ -37,6 +37,8 @@ class FillBacklog:
         self._shape = shape
         self._waiting_chunks = FairQueue()
         self._begun: _Begun | None = None
+        self._passed_over: set[bytes] = set()
+        """Chunks for which the current step has too few free blocks: each counts once as a try."""
 
     def __len__(self) -> int:
         """Chunks that wait or are begun."""
@@ -45,7 +47,7 @@ class FillBacklog:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._waiting_chunks or (self._begun is not None and self._begun.chunk.digest == digest)
 
-    def add(self, chunks: Iterable[Missing]) -> None:
+    def add(self, chunks: Iterable[WaitingChunk]) -> None:
         """Note missing chunks."""
         self._waiting_chunks.add(chunk for chunk in chunks if chunk.digest not in self)
 
@@ -73,11 +75,12 @@ class FillBacklog:
             self.let_go(pool)  # vLLM may have no room for what it is to compute next
         if room <= 0 or not self._has_time(step, is_full):
             return [], None
+        self._passed_over.clear()
         if self._begun is None and self._waiting_chunks:
             self._begin(pool, room, reserve)
         begun = self._begun
         slice_ = self._slice(begun, room) if begun is not None else None
-        fills = self._fill(pool, room - (len(slice_.tokens) if slice_ else 0))
+        fills = self._fill(pool, room, reserve, len(slice_.tokens) if slice_ else 0)
         if begun is not None and slice_ is not None and slice_.is_last:
             pool.give_back(begun.blocks)
             self._begun = None
@@ -96,12 +99,20 @@ class FillBacklog:
         """Begin to fill the chunk whose turn it is, if it is too long for a step."""
         for _ in range(min(MAX_LOOKS, len(self._waiting_chunks))):
             chunk = self._waiting_chunks.next()
-            if len(chunk.context) + len(chunk.tokens) <= room:
+            if chunk.length <= room:
                 return
-            count = self._shape.blocks_for(len(chunk.context) + len(chunk.tokens))
+            count = self._shape.blocks_for(chunk.length)
             if count + reserve <= pool.count:
                 self._begun = _Begun(self._waiting_chunks.take(), chunk.context + chunk.tokens, pool.borrow(count))
                 return
+            self._pass_over(chunk)
+
+    def _pass_over(self, chunk: WaitingChunk) -> None:
+        """There are too few free blocks for the chunk whose turn it is."""
+        if chunk.digest in self._passed_over:
+            self._waiting_chunks.skip()
+        else:
+            self._passed_over.add(chunk.digest)
             self._waiting_chunks.pass_over()
 
     def _slice(self, begun: _Begun, room: int) -> FillSlice:
@@ -118,28 +129,30 @@ class FillBacklog:
             is_last=begun.done == len(begun.tokens),
         )
 
-    def _fill(self, pool: FreeBlocks, room: int) -> list[ChunkFill]:
-        """Chunks that are filled as a whole, in turns."""
-        groups: dict[tuple[int, ...], list[Missing]] = {}
+    def _fill(self, pool: FreeBlocks, room: int, reserve: int, used: int) -> list[ChunkFill]:
+        """Chunks that are filled as a whole, in turns. Of the step's ``room``, so many tokens are ``used``."""
+        groups: dict[tuple[int, ...], list[WaitingChunk]] = {}
         counts: dict[tuple[int, ...], int] = {}
-        free, looks = pool.count, min(MAX_LOOKS, len(self._waiting_chunks))
+        left, free, looks = room - used, pool.count, min(MAX_LOOKS, len(self._waiting_chunks))
         while self._waiting_chunks and looks:
             chunk = self._waiting_chunks.next()
             once, each = self._shape.fill_shares(len(chunk.context))
             computed = each + len(chunk.tokens) + (0 if chunk.context in groups else once)
             count = self._shape.blocks_for(computed)
-            if computed > room and self._begun is None:
-                break  # it is its turn in the next step, too
-            if computed > room or count > free:
-                looks -= 1
-                if count > free:
-                    self._waiting_chunks.pass_over()
-                else:
-                    self._waiting_chunks.skip()
+            if computed <= left and count <= free:
+                groups.setdefault(chunk.context, []).append(self._waiting_chunks.take())
+                counts[chunk.context] = counts.get(chunk.context, 0) + count
+                left, free = left - computed, free - count
                 continue
-            groups.setdefault(chunk.context, []).append(self._waiting_chunks.take())
-            counts[chunk.context] = counts.get(chunk.context, 0) + count
-            room, free = room - computed, free - count
+            if computed > left and self._begun is None:
+                if chunk.length <= room or self._shape.blocks_for(chunk.length) + reserve <= pool.count:
+                    break  # it is its turn in the next step, too, which has room for it or begins it
+                self._pass_over(chunk)
+            elif count > free:
+                self._pass_over(chunk)
+            else:
+                self._waiting_chunks.skip()
+            looks -= 1
         borrowed = {context: pool.borrow(count) for context, count in counts.items()}
         for blocks in borrowed.values():
             pool.give_back(blocks)

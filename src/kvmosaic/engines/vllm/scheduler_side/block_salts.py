@@ -1,5 +1,6 @@
 """Block hashes that are a request's own."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,13 @@ class BlockSalt(NamedTuple):
     end: int | None
     is_hidden: bool = True
     """Whether vLLM's events leave these blocks out."""
+
+
+def weights_salt(changes: int, digest: str) -> BlockSalt:
+    """For all blocks of requests that came after weights changed. The digest of the weights, because others see the
+    hashes in events. How often they changed, because requests that there were at a change leave KV of both in vLLM's
+    prefix cache: it must not be found when the old ones come back."""
+    return BlockSalt(hashlib.sha256(f"weights {changes} {digest}".encode()).digest(), 0, None, is_hidden=False)
 
 
 class BlockSalts:

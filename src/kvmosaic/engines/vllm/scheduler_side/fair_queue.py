@@ -6,17 +6,17 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MAX_WAITING = 2**21
+MAX_WAITING_TOKENS = 2**21
 """Maximum tokens that wait, with their contexts."""
 LEAST_WEIGHT = 512
 """Tokens that a chunk counts as at least, so that there are never more than 4,096 of them."""
 MAX_TRIES = 256
-"""Times that a chunk may be too large for the free blocks before it is forgotten: the next request that lacks it
+"""Maximum steps that have too few free blocks for a chunk before it is forgotten: the next request that lacks it
 brings it back."""
 
 
 @dataclass
-class Missing:
+class WaitingChunk:
     """A chunk that some request lacked."""
 
     request_id: str
@@ -26,11 +26,16 @@ class Missing:
     """What it is computed after."""
     since: float = field(default_factory=lambda: time.monotonic())
     tries: int = 0
-    """How often it was passed over."""
+    """Steps that passed it over."""
+
+    @property
+    def length(self) -> int:
+        """Tokens, with those of its context."""
+        return len(self.context) + len(self.tokens)
 
     @property
     def weight(self) -> int:
-        return max(LEAST_WEIGHT, len(self.context) + len(self.tokens))
+        return max(LEAST_WEIGHT, self.length)
 
 
 class FairQueue:
@@ -38,8 +43,8 @@ class FairQueue:
     keeps another's waiting for one of them. If there are too many, the longest queue loses its oldest."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[Missing]] = OrderedDict()
-        self._waiting: dict[bytes, Missing] = {}
+        self._queues: OrderedDict[str, deque[WaitingChunk]] = OrderedDict()
+        self._waiting: dict[bytes, WaitingChunk] = {}
         self._weights: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -54,18 +59,18 @@ class FairQueue:
         """Since when the chunk waits that came first."""
         return next(iter(self._waiting.values())).since
 
-    def add(self, chunks: Iterable[Missing]) -> None:
+    def add(self, chunks: Iterable[WaitingChunk]) -> None:
         """Let chunks wait, unless they do already."""
         for chunk in chunks:
             if chunk.digest not in self._waiting:
                 self._queue(chunk).append(chunk)
         self._trim()
 
-    def next(self) -> Missing:
+    def next(self) -> WaitingChunk:
         """The chunk whose turn it is."""
         return next(iter(self._queues.values()))[0]
 
-    def take(self) -> Missing:
+    def take(self) -> WaitingChunk:
         """The same, which waits no longer; the turn is the next request's."""
         request_id, queue = next(iter(self._queues.items()))
         self._queues.move_to_end(request_id)
@@ -82,7 +87,7 @@ class FairQueue:
         if chunk.tries < MAX_TRIES:
             self._queue(chunk).append(chunk)
 
-    def put_back(self, chunk: Missing) -> None:
+    def put_back(self, chunk: WaitingChunk) -> None:
         """A chunk that was taken waits again, and has the next turn."""
         if chunk.digest not in self._waiting:
             self._queue(chunk).appendleft(chunk)
@@ -93,13 +98,13 @@ class FairQueue:
         self._waiting.clear()
         self._weights.clear()
 
-    def _queue(self, chunk: Missing) -> deque[Missing]:
+    def _queue(self, chunk: WaitingChunk) -> deque[WaitingChunk]:
         """Where to put a chunk, which is counted."""
         self._waiting[chunk.digest] = chunk
         self._weights[chunk.request_id] = self._weights.get(chunk.request_id, 0) + chunk.weight
         return self._queues.setdefault(chunk.request_id, deque())
 
-    def _drop_first(self, request_id: str, queue: deque[Missing]) -> Missing:
+    def _drop_first(self, request_id: str, queue: deque[WaitingChunk]) -> WaitingChunk:
         chunk = queue.popleft()
         del self._waiting[chunk.digest]
         self._weights[request_id] -= chunk.weight
@@ -108,7 +113,7 @@ class FairQueue:
         return chunk
 
     def _trim(self) -> None:
-        excess = sum(self._weights.values()) - MAX_WAITING
+        excess = sum(self._weights.values()) - MAX_WAITING_TOKENS
         if excess <= 0:
             return
         longest = [(-weight, request_id) for request_id, weight in self._weights.items()]

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import KvmosaicError
-from kvmosaic.core.key import content_hash
+from kvmosaic.core.key import ContentHasher
 from kvmosaic.core.limits import shown_id
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.engines.identity import chunk_context
@@ -69,8 +69,8 @@ class Planner:
             )
             return Fallback.WINDOW
         context = chunk_context(self._config.chunk_context, prompt, self._sink)
-        tokens, algorithm = prompt.token_array, self._config.chunk_hash_algorithm
-        digests = tuple(content_hash(tokens[span.start : span.end], context, algorithm) for span in prompt.chunks)
+        tokens, hasher = prompt.token_array, ContentHasher(context, self._config.chunk_hash_algorithm)
+        digests = tuple(hasher.hash(tokens[span.start : span.end]) for span in prompt.chunks)
         if request.cache_salt is not None:
             # A client that asks to be kept apart from others in vLLM's prefix cache is kept apart here.
             salt = request.cache_salt.encode(errors="surrogatepass")  # JSON can write half of a character

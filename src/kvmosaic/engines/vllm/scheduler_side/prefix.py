@@ -113,7 +113,8 @@ class PrefixScheduler:
         exact.deadline = exact.deadline or time.monotonic() + self._patience
         if exact.waiting_for is None and self._mirror.is_complete:
             # Other engines may have stored in the meantime what this one never heard of.
-            end = request.num_tokens - 1 if self._is_pool_shared else self._stored_until(exact, local)
+            is_shared = self._is_pool_shared and self._mirror.may_lag_behind_others
+            end = request.num_tokens - 1 if is_shared else self._stored_until(exact, local)
             digests = [self._digest(exact, index) for index in range(local // self._segment, end // self._segment)]
             slow = [digest for digest in digests if not self._mirror.is_near(digest)]
             exact.waiting_for = set(range(self._shape.ranks)) if slow else set()
@@ -220,7 +221,7 @@ class PrefixScheduler:
 
     def _complete(self, exact: _Exact, computed: int, blocks: Sequence[int]) -> list[PrefixSave]:
         """What is to be saved of the first ``computed`` tokens, in one message for all segments."""
-        if exact.is_stale:
+        if exact.is_stale or self._mirror.off_reason is not None:
             return []
         tokens = exact.request.all_token_ids
         limit = exact.request.num_prompt_tokens if self._shape.has_drafts else len(tokens)

@@ -78,7 +78,7 @@ class ChunkRequest:
         pairs = zip(self.prompt.chunks, self.digests, strict=True)
         return [(span, digest) for span, digest in pairs if span.end > start]
 
-    def is_begun(self, local: int) -> bool:
+    def begins_inside(self, local: int) -> bool:
         """Whether vLLM's prefix cache, which has the first ``local`` tokens, ends inside a chunk. Layers with a
         sliding window may then lack what the next tokens see, so only a load can go on from there."""
         return any(span.start < local < span.end for span in self.prompt.chunks)

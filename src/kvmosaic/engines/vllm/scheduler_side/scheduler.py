@@ -1,6 +1,5 @@
 """Scheduler side: which requests have chunks, what to wait for, how many tokens the worker brings."""
 
-import hashlib
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +16,7 @@ from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
-from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts
+from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts, weights_salt
 from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
 from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
@@ -60,14 +59,14 @@ class ChunkScheduler:
         """Requests that were in the latest step and are not finished."""
         self._in_slices: set[str] = set()
         """Requests that are being loaded in several steps."""
-        self._is_off = False
-        """Whether workers said, with their first step, that nothing may be reused."""
+        self._salt: BlockSalt | None = None  # of all requests, since weights changed
         self._work = StepWork(engine_id=setup.engine_id)
         self.stats = ChunkStats()
 
     def bind(self, pool: FreeBlocks) -> None:
-        """Take blocks for single steps from ``pool``. vLLM has it only after it made the connector."""
+        """Borrow blocks from ``pool``. vLLM has it only after it made the connector."""
         self._pool = pool
+        pool.before_reset(lambda: self._backlog.let_go(pool))
         self._lender = BlockLender(self._config, self._shape, self._mirror, pool)
 
     def add(self, request: Any) -> None:
@@ -81,15 +80,14 @@ class ChunkScheduler:
             self.give_up(request)
 
     def _add(self, request: Any) -> None:
-        if self._work.weights:
-            digest = hashlib.sha256(f"weights {self._work.weights}".encode()).digest()
-            BlockSalts(request).add([BlockSalt(digest, 0, None, is_hidden=False)])
+        if self._salt is not None:
+            BlockSalts(request).add([self._salt])
         params = RequestParameters.read(take_parameters(request), self._config.allowed_parameters)
         if params.report:
             self._reporting.add(request.request_id)
         planned = self._planner.plan(request, params)
-        if isinstance(planned, ChunkRequest) and self._is_off:
-            planned = Fallback.SELF_TEST
+        if isinstance(planned, ChunkRequest):
+            planned = self._mirror.off_reason or planned
         if isinstance(planned, ChunkRequest):
             self._requests[request.request_id] = planned
             BlockSalts(request).add(planned.salts(self._shape))
@@ -112,7 +110,7 @@ class ChunkScheduler:
                 raise  # vLLM cannot go on from there by itself
             logger.exception("request %s cannot be planned", shown_id(request.request_id))
             self.stats.failed("schedule")
-        if ours is not None and ours.is_begun(local):  # then the rest has to become what it was
+        if ours is not None and ours.begins_inside(local):  # then the rest has to become what it was
             ours.at_once = None
             return max(0, ours.prompt.question.start - local), False
         self.give_up(request)
@@ -122,8 +120,6 @@ class ChunkScheduler:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
-        if self._is_off:
-            return self._serve_plainly(ours, Fallback.SELF_TEST), False
         is_alone = not self._running
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):
@@ -209,9 +205,9 @@ class ChunkScheduler:
 
     def update(self, report: StepReport) -> None:
         """Take in what the workers report."""
-        weights = max(rank.weights for rank in report.ranks)
-        if weights > self._work.weights:
-            self._change_weights(weights)
+        latest = max(report.ranks, key=lambda rank: rank.weights)
+        if latest.weights > self._work.weights:
+            self._change_weights(latest.weights, latest.weights_digest)
         for rank in report.ranks:
             self._mirror.update(rank)
             with self.stats.doing_without("learning costs"):
@@ -221,15 +217,17 @@ class ChunkScheduler:
                 if request_id in self._requests:
                     self._requests[request_id].arrived(rank.rank)
             if rank.is_off:
-                self._is_off = True
                 self.prefixes.turn_off()  # what failed moves those, too
+        if self._mirror.off_reason is not None and self._pool is not None:
+            self._backlog.clear(self._pool)
         with self.stats.doing_without("announcing prefixes"):
             self.prefixes.changed({digest for rank in report.ranks for digest in rank.changes})
 
-    def _change_weights(self, changes: int) -> None:
+    def _change_weights(self, changes: int, digest: str) -> None:
         """Weights are other ones now, and changed so many times. Requests that there are may have KV of the old ones:
         nothing of them may be stored."""
         self._work.weights = changes
+        self._salt = weights_salt(changes, digest)
         if self._pool is not None:
             self._backlog.let_go(self._pool)  # what is computed of a long chunk is of the old ones
         for request in self._requests.values():

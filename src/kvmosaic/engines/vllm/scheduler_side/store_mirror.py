@@ -1,6 +1,7 @@
 """The scheduler's picture of what the workers have stored."""
 
-from kvmosaic.engines.vllm.messages import RankReport
+from kvmosaic.engines.results import Fallback
+from kvmosaic.engines.vllm.messages import RankReport, TiersInUse
 
 
 class StoreMirror:
@@ -10,12 +11,26 @@ class StoreMirror:
     def __init__(self, ranks: int) -> None:
         self._tiers: list[dict[bytes, str]] = [{} for _ in range(ranks)]
         self._fastest: set[str] = set()
-        self._heard_of: set[int] = set()
+        self._in_use: dict[int, TiersInUse] = {}
+        """By rank that was heard of."""
+        self._has_failed = False
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has told what it has; each does so with its first step."""
-        return len(self._heard_of) == len(self._tiers)
+        return len(self._in_use) == len(self._tiers)
+
+    @property
+    def may_lag_behind_others(self) -> bool:
+        """Whether ranks look into tiers to which other engines may write."""
+        return all(tiers == "all" for tiers in self._in_use.values())
+
+    @property
+    def off_reason(self) -> Fallback | None:
+        """Why nothing may be reused, if so: for good, or until ranks know their weights again."""
+        if self._has_failed:
+            return Fallback.SELF_TEST
+        return Fallback.WEIGHTS if "none" in self._in_use.values() else None
 
     def clear(self) -> None:
         """All ranks are about to forget everything."""
@@ -25,7 +40,8 @@ class StoreMirror:
     def update(self, report: RankReport) -> None:
         """Take in what a rank reports."""
         self._fastest.add(report.fastest)
-        self._heard_of.add(report.rank)
+        self._in_use[report.rank] = report.tiers
+        self._has_failed |= report.is_off
         tiers = self._tiers[report.rank]
         if report.is_all:
             tiers.clear()

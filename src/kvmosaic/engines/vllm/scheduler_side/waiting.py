@@ -9,7 +9,7 @@ from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.messages import ChunkFetch, StepWork
 from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
-from kvmosaic.engines.vllm.scheduler_side.fair_queue import Missing
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import WaitingChunk
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
@@ -40,6 +40,9 @@ class WaitingRoom:
     def matched(self, request: ChunkRequest, local: int, work: StepWork, *, is_alone: bool) -> int | Fallback | None:
         """Tokens after the first ``local`` that the worker brings, or why the request is served plainly; ``None``
         while chunks are on their way. Fetches go into ``work``. ``is_alone``: no other request is running."""
+        off_reason = self._mirror.off_reason
+        if off_reason is not None and not request.begins_inside(local):
+            return off_reason
         external = max(0, request.prompt.question.start - local)
         if external == 0:
             return 0
@@ -53,13 +56,13 @@ class WaitingRoom:
                     return Fallback.COST
             if not is_alone and self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
                 return None
-            if not is_alone and not request.is_begun(local) and self._admission.choice_is_long(request, local):
+            if not is_alone and not request.begins_inside(local) and self._admission.choice_is_long(request, local):
                 return Fallback.COST
             # It may still have to wait for a step with room, and for blocks.
             return external if self._admission.has_room(request, local) else None
         if request.has_patience(PATIENCE_SECONDS):
             return None
-        if request.is_begun(local):
+        if request.begins_inside(local):
             return external
         name = shown_id(request.request_id)
         logger.warning("request %s waited %d s for its chunks; it is prefilled", name, PATIENCE_SECONDS)
@@ -69,7 +72,8 @@ class WaitingRoom:
         """Have chunks fetched that are in slower tiers, or may be. ``False`` if a plain prefill is faster."""
         chunks = {digest: len(span) for span, digest in request.chunks_from(local)}
         # Other engines may have stored in the meantime what this one never heard of.
-        request.asked_for = [digest for digest in chunks if self._config.remote and not self._mirror.has(digest)]
+        is_shared = self._config.remote is not None and self._mirror.may_lag_behind_others
+        request.asked_for = [digest for digest in chunks if is_shared and not self._mirror.has(digest)]
         if not request.asked_for and not self._is_worth_it(request, local):
             return False
         slow = {digest: self._mirror.tier(digest) for digest in chunks if not self._mirror.is_near(digest)}
@@ -88,7 +92,7 @@ class WaitingRoom:
         if self._config.miss_policy == "background" and not request.is_noted:
             request.is_noted = True
             self._backlog.add(self._missing(request))
-        if request.is_begun(local):
+        if request.begins_inside(local):
             return True
         request.is_worth_it = self._admission.is_faster(request, local)
         return request.is_worth_it
@@ -110,9 +114,9 @@ class WaitingRoom:
             request.lacking.pop()
         return bool(request.lacking)
 
-    def _missing(self, request: ChunkRequest, local: int = 0) -> Iterator[Missing]:
+    def _missing(self, request: ChunkRequest, local: int = 0) -> Iterator[WaitingChunk]:
         """The chunks of a request behind the first ``local`` tokens that are not stored and can be filled."""
         longest = self._shape.max_positions - len(request.context)
         for span, digest in request.chunks_from(local):
             if len(span) <= longest and not self._mirror.has(digest):
-                yield Missing(request.request_id, digest, request.prompt.tokens_of(span), request.context)
+                yield WaitingChunk(request.request_id, digest, request.prompt.tokens_of(span), request.context)

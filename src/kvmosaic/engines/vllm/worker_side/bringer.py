@@ -128,7 +128,7 @@ class Bringer:
         results = [LookupResult(None, None, MissReason.ERROR)] * len(segments)
         try:
             pins.enter_context(self._cache.store.pin([segment.key for segment in segments]))
-            held = self._fetcher.held(load.request_id)
+            held = self._fetcher.kept_for(load.request_id)
             results = [self._look_up(segment, segment not in remainder, held) for segment in segments]
             slow = zip(segments, results, strict=True)
             self._fetcher.bring_up([segment.key for segment, found in slow if found.reason == MissReason.SLOW])

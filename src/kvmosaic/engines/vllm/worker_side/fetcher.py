@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FETCHES_AT_ONCE = 4
 """Number of threads, so that one slow fetch does not hold up all others."""
-MAX_WAITING = 256
+MAX_WAITING_FETCHES = 256
 """Maximum fetches that wait for a thread. Those beyond it are over at once: their requests do without."""
 HELD_BYTES = 4 * 1024**3
 """Maximum bytes of entries that are kept alive for requests because the fastest tier has no room for them."""
@@ -38,6 +38,7 @@ class _Fetch:
     entries: dict[ChunkKey, Fetched] = field(default_factory=dict)
     """What the fastest tier had no room for."""
     is_released: bool = False
+    """Whether nobody needs it any more, or what it brings is not to be used."""
 
 
 class ChunkFetcher:
@@ -74,7 +75,7 @@ class ChunkFetcher:
         if keys:
             self._submit(_Fetch(keys, None))
 
-    def held(self, request_id: str) -> Mapping[ChunkKey, Fetched]:
+    def kept_for(self, request_id: str) -> Mapping[ChunkKey, Fetched]:
         """What was fetched for a request and is in no fast tier."""
         fetch = self._fetches.get(request_id)
         return {} if fetch is None else fetch.entries
@@ -85,11 +86,22 @@ class ChunkFetcher:
             fetch = self._fetches.pop(request_id, None)
             if fetch is None:
                 return
-            fetch.is_released = True
-            self._held_bytes -= sum(taken_bytes(each.entry.data) for each in fetch.entries.values())
-            fetch.entries = {}
+            self._drop(fetch)
             self._finished.pop(request_id, None)
         fetch.pins.close()
+
+    def clear(self) -> None:
+        """The store is emptied: nothing that was fetched until now is used, nor what is just being read. Requests
+        still hear of the end of their fetches."""
+        with self._lock:
+            for fetch in self._fetches.values():
+                self._drop(fetch)
+
+    def _drop(self, fetch: _Fetch) -> None:
+        """Let go of a fetch's entries, and take no more. The lock is held."""
+        fetch.is_released = True
+        self._held_bytes -= sum(taken_bytes(each.entry.data) for each in fetch.entries.values())
+        fetch.entries = {}
 
     def take_finished(self) -> dict[str, float]:
         """Requests whose fetch ended since the last call, and how many seconds they waited for it."""
@@ -109,7 +121,7 @@ class ChunkFetcher:
 
     def _submit(self, fetch: _Fetch) -> bool:
         with self._lock:
-            if self._waiting >= MAX_WAITING:
+            if self._waiting >= MAX_WAITING_FETCHES:
                 return False
             self._waiting += 1
         self._threads.submit(self._run, fetch)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Begun:
+class _HalfFilled:
     """A chunk that is filled in several steps."""
 
     digest: bytes
@@ -44,7 +44,7 @@ class ChunkFiller:
         timer: StageTimer,
         stats: ChunkStats,
     ) -> None:
-        self._begun: _Begun | None = None
+        self._half_filled: _HalfFilled | None = None
         self._cache = cache
         self._shape = shape
         self._paged = paged
@@ -69,14 +69,14 @@ class ChunkFiller:
 
     def forget(self) -> None:
         """Weights have changed: what is computed of a chunk that takes several steps is of no use."""
-        self._begun = None
+        self._half_filled = None
 
     def fill_in_background(self, fills: Sequence[ChunkFill], part: FillSlice | None) -> None:
         """Fill chunks that requests lacked, and some of one that takes several steps."""
         if part is not None and not self._ranks.together(
             partial(self._fill_slice, part), "filling a part of a chunk"
         ):
-            self._begun = None
+            self._half_filled = None
             self._stats.failed("fill")
         for fill in fills:
             if self._ranks.together(partial(self._fill_one, fill), "filling chunks in the background") is None:
@@ -95,20 +95,20 @@ class ChunkFiller:
             # All ranks have to, also one that failed in an earlier step and will store nothing.
             computed = self._paged.compute([run], [RunRange(0, first, run.end)] if captures else [])
         if part.start == 0:
-            self._begun = _Begun(part.digest)
-        begun = self._begun
-        if begun is None or begun.digest != part.digest or len(begun.tokens) != part.start:
+            self._half_filled = _HalfFilled(part.digest)
+        half = self._half_filled
+        if half is None or half.digest != part.digest or len(half.tokens) != part.start:
             return True
-        begun.tokens += part.tokens
-        begun.pieces += computed
+        half.tokens += part.tokens
+        half.pieces += computed
         if not part.is_last:
             return True
-        self._begun = None
+        self._half_filled = None
         if self._paged.can_read:
             k, v = self._paged.read(part.blocks[0], part.context_tokens, run.end)
         else:
-            k, v = (torch.cat(rows, dim=2) for rows in zip(*begun.pieces, strict=True))
-        context, tokens = begun.tokens[: part.context_tokens], begun.tokens[part.context_tokens :]
+            k, v = (torch.cat(rows, dim=2) for rows in zip(*half.pieces, strict=True))
+        context, tokens = half.tokens[: part.context_tokens], half.tokens[part.context_tokens :]
         self._stored(self._cache.key_of_hash(part.digest, len(tokens)), tokens, context, (k, v))
         self._count(1, len(tokens))
         return True
@@ -121,7 +121,7 @@ class ChunkFiller:
         """An entry, in the store if that will have it."""
         entry = self._cache.entry(key, tokens, context, *kv)
         try:
-            self._cache.store.put(entry)
+            self._cache.keep(entry)
         except Exception:
             logger.exception("could not store a chunk of %d tokens", len(tokens))
             self._stats.failed("store")

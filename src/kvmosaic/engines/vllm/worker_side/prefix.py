@@ -105,7 +105,7 @@ class PrefixLoader:
     def _entry(self, load: PrefixLoad, index: int, key: ChunkKey) -> ChunkKV:
         start = index * load.segment_tokens
         tokens, context = load.tokens[start : start + load.segment_tokens], load.tokens[:start]
-        held = self._fetcher.held(load.request_id)
+        held = self._fetcher.kept_for(load.request_id)
         entry = self._cache.store.lookup(key, tokens, context, False, held=held).entry
         if entry is None:
             raise LookupError

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from kvmosaic.core.entry import KVFormat
-from kvmosaic.core.key import format_fingerprint
 from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.identity import config_identity, model_name
@@ -34,6 +33,7 @@ from kvmosaic.engines.vllm.worker_side.bringer import Bringer
 from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
+from kvmosaic.engines.vllm.worker_side.names import EntryNames
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from kvmosaic.engines.vllm.worker_side.weights import EngineWeights
@@ -81,14 +81,18 @@ class WorkerSide:
             self.forward, self.rotary, kv_format, BlockReader.measure(kv) if setup.config.prefix_blocks else None
         )
         self.weights = EngineWeights(vllm_config, loaded_model(runner), self.ranks)
-        self._format: dict[str, object] = {
-            "columns": [layer.columns if layer else None for layer in self.rotary],
-            "dtype": str(self._model.dtype),
-            "quantization": self._model.quantization,
-            "revision": self._model.revision,
-            "config": config_identity(self._model.hf_text_config.to_dict()),
-        }
-        self._fingerprint = format_fingerprint(weights=self.weights.identity, **self._format)
+        self.names = EntryNames(
+            setup.config,
+            self.weights,
+            {
+                "columns": [layer.columns if layer else None for layer in self.rotary],
+                "dtype": str(self._model.dtype),
+                "quantization": self._model.quantization,
+                "revision": self._model.revision,
+                "config": config_identity(self._model.hf_text_config.to_dict()),
+            },
+            is_first=self.ranks.rank == 0,
+        )
         self.cache = self._open_cache(device_pool, kv_format)
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
         self.fetcher = ChunkFetcher(self.cache.store)
@@ -132,21 +136,23 @@ class WorkerSide:
         """Do what the scheduler planned for a step, before the step's own forward."""
         if work.is_empty and not self.loader.slices:
             return
-        if self.weights.have_changed():
-            self._fingerprint = format_fingerprint(weights=self.weights.identity, **self._format)
+        if self.names.have_changed():
             self.blender.clear()
             self._filler.forget()
             self._tells_all = True
-            logger.info("weights have changed; chunks of the new ones are kept apart from those before")
         # What was planned before the scheduler heard of new weights may stand on KV of the old ones.
         is_stale = work.weights != self.weights.changes
-        if not is_stale:
+        is_closed = self.names.tiers == "none"
+        if not is_stale and not is_closed:
             self.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
         if work.clear:
             self._clear()
         for request_id in work.released:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
+            if is_closed:  # which the scheduler does not know yet
+                self._fetched[fetch.request_id] = 0.0
+                continue
             keys = [self.cache.key_of_hash(*chunk) for chunk in fetch.chunks]
             self.fetcher.start(fetch.request_id, keys)
         for prefix in work.prefix_loads:
@@ -155,10 +161,12 @@ class WorkerSide:
         self.loader.load([replace(load, is_findable=False) for load in work.loads] if is_stale else work.loads)
         for load in work.loads:
             self.fetcher.release(load.request_id)
-        self._filler.fill_in_background(work.fills, work.fill_slice)
+        if not is_closed:
+            self._filler.fill_in_background(work.fills, work.fill_slice)
 
     def _clear(self) -> None:
         self.blender.clear()
+        self.fetcher.clear()
         try:
             self.cache.clear()
         except Exception:  # what is left is still what it says it is
@@ -211,6 +219,8 @@ class WorkerSide:
                     costs={stage: line for stage, line in lines.items() if line is not None},
                     is_off=self.off_reason is not None,
                     weights=self.weights.changes,
+                    weights_digest=self.weights.digest,
+                    tiers=self.names.tiers,
                     is_all=is_all,
                 )
             ]
@@ -244,15 +254,13 @@ class WorkerSide:
 
     def _open_cache(self, device_pool: torch.Tensor | None, kv_format: KVFormat) -> ChunkCache:
         model, ranks = self._model, self.ranks
-        config = self._setup.config
-        if not self.weights.is_known and (config.disk_path or config.remote):
-            logger.error("nobody can tell which weights this model has: disk and remote tiers are not used")
-            config = config.model_copy(update={"disk_path": None, "remote": None})
         return ChunkCache(
-            config,
+            self.names.config,
             model_name(model.model),
             sink=self._setup.sink,
-            fingerprint=lambda length: self._fingerprint,  # vLLM's rotary tables do not depend on a prompt's length
+            fingerprint=lambda length: (
+                self.names.fingerprint
+            ),  # vLLM's rotary tables do not depend on a prompt's length
             share=ranks.share,
             max_positions=model.max_model_len,
             kv_format=kv_format,
@@ -263,7 +271,7 @@ class WorkerSide:
         if self.off_reason is not None:
             logger.error(OFF, self.off_reason)
             return
-        config = self._setup.config
+        config = self.names.config
         budgets = {
             "device": 0 if device_pool is None else device_pool.nbytes,
             "host": config.host_memory,

@@ -1,5 +1,6 @@
 """Which weights this engine computes with: KV of other ones is other KV."""
 
+import hashlib
 import logging
 import uuid
 from functools import wraps
@@ -28,8 +29,10 @@ class EngineWeights:
         self._model = model
         self._ranks = ranks
         self._may_have_changed = False
+        self.problem: str | None = None
+        """Why nobody can tell what is in memory, if so."""
         self._at_start = self._loaded = self._look()
-        self._files = ranks.first(_files(vllm_config) if ranks.rank == 0 else None)
+        self._files = ranks.first(self._digest_files(vllm_config) if ranks.rank == 0 else None)
         self.changes = 0
         """How often they became other ones. Never the same number for weights before and after a change, also if
         those before it come back."""
@@ -38,8 +41,13 @@ class EngineWeights:
 
     @property
     def is_known(self) -> bool:
-        """Whether they can be told from others."""
-        return self._files is not None or self._loaded is not None
+        """Whether they can be told from others. Files say nothing once something else may have been loaded."""
+        return self._loaded is not None or (self._files is not None and not self.changes)
+
+    @property
+    def digest(self) -> str:
+        """What other engines with these weights call them, too."""
+        return hashlib.sha256(repr(self.identity).encode()).hexdigest()
 
     def may_have_changed(self) -> None:
         """Look again before the next use of KV."""
@@ -58,7 +66,7 @@ class EngineWeights:
         return True
 
     def _identify(self) -> object:
-        if self._loaded is None and self.changes:
+        if not self.is_known:
             return "unknown", self._ranks.first(uuid.uuid4().hex)
         if self._files is not None and self._loaded == self._at_start:
             return self._files
@@ -66,13 +74,25 @@ class EngineWeights:
 
     def _look(self) -> str | None:
         """A digest of what all ranks have in memory; ``None`` if one of them cannot tell."""
+        mine, problem = None, "there is nothing to look at"
         try:
             mine = sampled_digest(loaded_tensors(self._model), SAMPLE_BYTES)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        every = self._ranks.gather((mine, problem))
+        self.problem = next((why for digest, why in every if digest is None), None)
+        if self.problem is not None:
+            return None
+        return xxhash.xxh3_128_hexdigest(repr([digest for digest, _ in every]).encode())
+
+    def _digest_files(self, vllm_config: Any) -> list[tuple[str, int, str]] | None:
+        try:
+            where = weight_files(vllm_config)
+            return None if where is None else weights_digest(*where)
         except Exception:
-            logger.exception("could not look at the weights")
-            mine = None
-        every = self._ranks.gather(mine)
-        return None if None in every else xxhash.xxh3_128_hexdigest(repr(every).encode())
+            if self._loaded is not None:
+                logger.exception("could not read the files of weights; they are known by what was loaded instead")
+            return None
 
     def _watch(self) -> None:
         """Notice when somebody hands the model weights directly, as reinforcement learning does."""
@@ -88,12 +108,3 @@ class EngineWeights:
                 self.may_have_changed()
 
         self._model.load_weights = noting
-
-
-def _files(vllm_config: Any) -> list[tuple[str, int, str]] | None:
-    try:
-        where = weight_files(vllm_config)
-        return None if where is None else weights_digest(*where)
-    except Exception:
-        logger.exception("could not read the files of weights; they are known by what was loaded instead")
-        return None

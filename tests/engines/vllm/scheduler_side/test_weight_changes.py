@@ -1,0 +1,66 @@
+"""What the scheduler's side does when workers say that weights have changed, or that nobody can tell which."""
+
+import pytest
+
+from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, Side, ask_about, digest_of, make_request, text
+
+
+def hashes(side):
+    """Of the blocks of a plain request."""
+    return side.add(make_request("plain", text(5, 100))).block_hashes
+
+
+def test_block_hashes_say_which_weights_there_are():
+    side, other, third = Side(), Side(), Side()
+    at_start = hashes(side)
+    assert hashes(other) == at_start
+    side.report(weights=1, weights_digest="a")
+    other.report(weights=1, weights_digest="b")
+    third.report(weights=1, weights_digest="a")
+    assert hashes(side) == hashes(third)
+    assert not {*hashes(side)} & {*hashes(other), *at_start}
+
+
+def test_block_hashes_never_come_back():
+    """Requests that there were at a change leave KV of both weights in vLLM's prefix cache."""
+    side = Side()
+    seen = [*hashes(side)]
+    for changes, digest in enumerate("abab", start=1):
+        side.report(weights=changes, weights_digest=digest)
+        seen += hashes(side)
+    assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("tiers", ["all", "memory", "none"])
+def test_a_pool_is_asked_only_by_workers_that_use_it(tiers):
+    side = Side(remote="valkey://localhost:1", miss_policy="fill-first", prefix_blocks=True)
+    side.report(tiers=tiers)
+    side.matched(side.add(ask_about(FIRST)))
+    side.matched(side.add(make_request("plain", text(5, 100))))
+    assert len(side.run().fetches) == (2 if tiers == "all" else 0)
+
+
+def test_nothing_is_reused_nor_filled_until_weights_are_known_again():
+    side = Side(prefix_blocks=True)
+    side.store(FIRST)
+    waiting = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(waiting, 16)
+    side.matched(side.add(ask_about(text(5, 40), name="lacks it")))
+    side.report(weights=1, weights_digest="a", tiers="none", is_all=True)
+    assert side.matched(waiting, 16) == 0
+    late = side.add(ask_about(FIRST, name="late"))
+    assert side.counts("fallbacks")["unknown-weights"] == 2
+    assert not side.run().fills
+    assert side.scheduler.finished(late)["fallback_reason"] == "unknown-weights"
+
+    side.report({digest_of(FIRST): "host"}, weights=2, weights_digest="b", tiers="all", is_all=True)
+    assert side.matched(side.add(ask_about(FIRST, name="again")))
+
+
+def test_a_request_that_begins_inside_a_chunk_is_loaded_all_the_same():
+    """Layers with a sliding window may lack what the next tokens see."""
+    side = Side()
+    side.store(FIRST, SECOND)
+    waiting = side.add(ask_about(FIRST, SECOND))
+    side.report(weights=1, weights_digest="a", tiers="none", is_all=True)
+    assert side.matched(waiting, 32) == 100 - 32

@@ -1,0 +1,111 @@
+"""What entries are named after when weights change, and which tiers are used while nobody can tell which."""
+
+import pytest
+import torch
+
+from kvmosaic.core.config import load_config
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.worker_side.names import EntryNames, logger
+from kvmosaic.engines.vllm.worker_side.weights import EngineWeights
+from tests.engines.vllm.test_weight_files import config as vllm_config
+
+
+class OneRank(Ranks):
+    """Without a process group."""
+
+    def __init__(self):
+        self.rank, self.count = 0, 1
+
+
+class Model(torch.nn.Linear):
+    """Weights that may be out of sight."""
+
+    is_hidden = False
+
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def named_parameters(self, *args, **kwargs):
+        if self.is_hidden:
+            raise RuntimeError("packed,\nand nobody knows how")
+        return super().named_parameters(*args, **kwargs)
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+def names(model, **settings):
+    """Of an engine that loaded no files, and a function that has it look at its weights again."""
+    weights = EngineWeights(vllm_config("dummy"), model, OneRank())
+    made = EntryNames(load_config(enable_chunk_cache=True, **settings), weights, {}, is_first=True)
+
+    def look(is_hidden=False):
+        model.is_hidden = is_hidden
+        weights.may_have_changed()
+        return made.have_changed()
+
+    return made, look
+
+
+@pytest.fixture
+def errors(monkeypatch):
+    """What is said as an error; vLLM's loggers hand nothing on to pytest."""
+    lines = []
+    monkeypatch.setattr(logger, "error", lambda line, *args: lines.append(line % args))
+    return lines
+
+
+def test_names_follow_weights_and_come_back_with_them(model, tmp_path):
+    made, look = names(model, disk_path=tmp_path)
+    first = made.fingerprint
+    assert not look()
+    before = model.weight.detach().clone()
+    torch.nn.init.zeros_(model.weight)
+    assert look()
+    assert made.fingerprint not in (first, None)
+    model.weight.data.copy_(before)
+    assert look()
+    assert (made.fingerprint, made.tiers) == (first, "all")
+
+
+@pytest.mark.parametrize("lasting", ["disk_path", "remote"])
+def test_entries_have_no_names_while_weights_are_out_of_sight(model, lasting, tmp_path, errors):
+    made, look = names(model, **{lasting: {"disk_path": tmp_path, "remote": "valkey://localhost:1"}[lasting]})
+    first = made.fingerprint
+    for _ in range(3):
+        assert look(is_hidden=True)
+        assert (made.fingerprint, made.tiers) == (None, "none")
+    [line] = errors
+    assert "packed, and nobody knows how" in line
+    assert look()
+    assert (made.fingerprint, made.tiers) == (first, "all")
+
+
+def test_an_engine_that_starts_so_does_without_tiers_that_last(model, tmp_path, errors):
+    model.is_hidden = True
+    made, look = names(model, disk_path=tmp_path, remote="valkey://localhost:1")
+    assert (made.config.disk_path, made.config.remote, made.tiers) == (None, None, "memory")
+    seen = {made.fingerprint}
+    for _ in range(3):
+        assert look(is_hidden=True)
+        seen.add(made.fingerprint)
+    assert len(errors) == 1
+    assert len(seen) == 4
+    assert None not in seen
+    other, _ = names(model, disk_path=tmp_path)
+    assert other.fingerprint not in seen
+    look()
+    assert made.tiers == "memory"
+
+
+def test_memory_is_used_whatever_the_weights_are(model, errors):
+    made, look = names(model)
+    seen = {made.fingerprint}
+    for _ in range(3):
+        look(is_hidden=True)
+        assert made.tiers == "all"
+        seen.add(made.fingerprint)
+    assert len(seen) == 4
+    assert not errors
