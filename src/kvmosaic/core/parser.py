@@ -39,9 +39,7 @@ class ChunkTokenParser:
     something only where they stand.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, separator: str | None = " # # ", min_chunk_tokens: int = 1
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, separator: str | None = None, min_chunk_tokens: int = 1) -> None:
         """Without tokenizer or separator nothing is searched for; explicit boundaries still work. Chunks of fewer
         tokens than ``min_chunk_tokens`` are ordinary text, as are those beyond ``MAX_CHUNKS``."""
         self._tokenizer = tokenizer
