@@ -5,6 +5,7 @@ import torch
 
 from kvmosaic.blend import POLICIES, Selection, policy_named
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.engines.hf.chat import chat_prompt, messages_about
 from kvmosaic.hf import LLM
 
 SPECS = [
@@ -30,7 +31,8 @@ def llm(narrow, tokenizer):
 
 @pytest.fixture(scope="module")
 def prompt(llm):
-    return llm.parser.parse(llm.chat_prompt("You are helpful.", DOCUMENTS, "Who built the oldest clock?"))
+    messages = messages_about("You are helpful.", DOCUMENTS, "Who built the oldest clock?")
+    return llm.parser.parse_named(chat_prompt(llm.tokenizer, messages).token_ids, DOCUMENTS).prompt
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_demo(stored, quick_model, monkeypatch):
 @pytest.mark.slow
 def test_generate_keeps_documents_between_calls(tmp_path, narrow_folder):
     document = tmp_path / "ferry.txt"
-    document.write_text("The ferry Cormorant leaves at 6:40 in the morning.")
+    document.write_text("The ferry Cormorant leaves at 6:40 in the morning, from the north pier in Port Almery.")
     options = (
         "--model",
         narrow_folder,
@@ -130,7 +130,8 @@ def test_generate_keeps_documents_between_calls(tmp_path, narrow_folder):
     assert [(chunk["status"], chunk["tier"]) for chunk in second["chunks"]] == [("cached", "disk")]
 
 
-def test_generate_reads_stdin(narrow_folder):
+def test_generate_reads_stdin(narrow_folder, monkeypatch):
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SEPARATOR", " # # ")
     options = ("--model", narrow_folder, "--max-tokens", 2, "--json")
     document = "some document of a few more words than the shortest one that is worth to be stored has"
     output = kvmosaic_here("generate", "-", *options, stdin=f"s # # {document} # # question")

@@ -19,10 +19,10 @@ def corpus(tmp_path, monkeypatch):
     folder = tmp_path / "corpus"
     (folder / "more").mkdir(parents=True)
     monkeypatch.setenv("KVMOSAIC_MIN_CHUNK_TOKENS", "1")
-    (folder / "a.txt").write_text("The ferry Cormorant leaves at 6:40.\n")
+    (folder / "a.txt").write_text("The ferry Cormorant leaves at 6:40 from the pier.\n")
     (folder / ".hidden").write_text("not a document")
     lines = [
-        json.dumps({"text": text, "id": 7}) for text in ("Stormcap is a blue goat cheese.", "Closed on Mondays.")
+        json.dumps({"text": text, "id": 7}) for text in ("Stormcap is a blue goat cheese of Sill Island.", "The library is closed on Mondays and Sundays.")
     ]
     (folder / "more" / "b.jsonl").write_text("\n\n".join(lines))
     return folder
@@ -51,10 +51,12 @@ def test_documents_for_which_there_is_no_room_are_reported(narrow_folder, corpus
 
 def test_documents_that_are_too_short_to_be_looked_up_are_counted(narrow_folder, corpus, tmp_path, monkeypatch):
     (corpus / "long.txt").write_text("The ferry Cormorant leaves at 6:40. " * 3)
+    (corpus / "one.txt").write_text("Mondays")
+    (corpus / "two.txt").write_text("Sundays")
     monkeypatch.setenv("KVMOSAIC_MIN_CHUNK_TOKENS", "25")
     output = warm(narrow_folder, corpus, "--disk-path", tmp_path / "kv", "--json")
     counts = output["filled"], output["too_short"], output["known"], output["lost"]
-    assert counts == (1, 3, 0, 0)
+    assert counts == (1, 5, 0, 0)
 
 
 @pytest.mark.parametrize(

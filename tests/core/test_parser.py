@@ -16,7 +16,8 @@ from kvmosaic.core.prompt import Span
 from kvmosaic.core.separator import BITS, _words, random_separator
 from kvmosaic.core.token_bytes import TokenBytes
 
-SEPARATORS = [" # # ", "\n\n", "###", " <sep> ", "—"]
+SEPARATOR = " # # "
+SEPARATORS = [SEPARATOR, "\n\n", "###", " <sep> ", "—"]
 
 
 def parts(tokenizer, prompt):
@@ -24,13 +25,13 @@ def parts(tokenizer, prompt):
 
 
 def test_separator_belongs_to_the_part_it_precedes(tokenizer):
-    parser = ChunkTokenParser(tokenizer)
+    parser = ChunkTokenParser(tokenizer, SEPARATOR)
     prompt = parser.parse("You are helpful. # # Document A # # Question?")
     assert parts(tokenizer, prompt) == ["You are helpful.", " # # Document A", " # # Question?"]
 
 
 def test_text_and_token_ids_agree(tokenizer):
-    parser = ChunkTokenParser(tokenizer)
+    parser = ChunkTokenParser(tokenizer, SEPARATOR)
     text = "sys # # one # # two # # three # # q"
     assert parser.parse(text) == parser.parse(tokenizer.encode(text))
 
@@ -63,7 +64,7 @@ NEIGHBOURS = st.sampled_from(["Paris", "#", "a b", "x.", "été", "日本", "(1)
 @settings(max_examples=100, deadline=None)
 @given(words=st.lists(NEIGHBOURS, min_size=3, max_size=8))
 def test_a_chunk_has_the_same_tokens_between_any_neighbours(tokenizer, words):
-    parser = ChunkTokenParser(tokenizer)
+    parser = ChunkTokenParser(tokenizer, SEPARATOR)
     document = "The Cormorant leaves at six"
     first = parser.parse(" # # ".join([words[0], document, words[1]]))
     other = parser.parse(" # # ".join([*words, document, "another question"]))
@@ -94,7 +95,7 @@ def test_a_separator_that_melts_into_its_neighbour_is_still_found(tokenizer):
     ],
 )
 def test_odd_prompts(tokenizer, text, chunks):
-    prompt = ChunkTokenParser(tokenizer).parse(text)
+    prompt = ChunkTokenParser(tokenizer, SEPARATOR).parse(text)
     assert len(prompt.chunks) == chunks
     assert len(prompt.question) > 0
     covered = sorted([*prompt.fresh_positions(), *(i for span in prompt.chunks for i in span.positions)])
@@ -103,7 +104,7 @@ def test_odd_prompts(tokenizer, text, chunks):
 
 def test_empty_chunks_are_skipped_with_a_warning(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
-        prompt = ChunkTokenParser(tokenizer).parse("s # # a # #  # #   # # b # # q")
+        prompt = ChunkTokenParser(tokenizer, SEPARATOR).parse("s # # a # #  # #   # # b # # q")
     assert len(prompt.chunks) == 2
     assert "2 empty chunk" in caplog.text
 
@@ -141,9 +142,9 @@ def test_wrong_boundaries_are_refused_in_one_line(boundaries):
 
 def test_refusals(tokenizer):
     with pytest.raises(PromptError, match="empty"):
-        ChunkTokenParser(tokenizer).parse([])
+        ChunkTokenParser(tokenizer, SEPARATOR).parse([])
     with pytest.raises(PromptError, match="empty"):
-        ChunkTokenParser(tokenizer).parse("")
+        ChunkTokenParser(tokenizer, SEPARATOR).parse("")
     with pytest.raises(PromptError, match="no tokenizer"):
         ChunkTokenParser(None).parse("text")
 
@@ -163,8 +164,8 @@ def test_a_separator_the_vocabulary_lacks_is_refused():
 
 def test_chunks_that_are_too_short_are_ordinary_text(tokenizer):
     text = "System." + "".join(f" # # {'word ' * length}" for length in (3, 30, 1, 40)) + " # # Question?"
-    every = ChunkTokenParser(tokenizer).parse(text)
-    some = ChunkTokenParser(tokenizer, min_chunk_tokens=16).parse(text)
+    every = ChunkTokenParser(tokenizer, SEPARATOR).parse(text)
+    some = ChunkTokenParser(tokenizer, SEPARATOR, min_chunk_tokens=16).parse(text)
     assert [len(span) >= 16 for span in every.chunks] == [False, True, False, True]
     assert some.chunks == (every.chunks[1], every.chunks[3])
     assert some.token_ids == every.token_ids
@@ -178,7 +179,7 @@ def test_shortest_chunks_by_boundaries():
 
 def test_chunks_beyond_the_limit_are_ordinary_text_and_one_line_says_so(tokenizer, caplog):
     text = "System." + " # # word word" * (MAX_CHUNKS + 10) + " # # Question?"
-    prompt = ChunkTokenParser(tokenizer).parse(text)
+    prompt = ChunkTokenParser(tokenizer, SEPARATOR).parse(text)
     assert len(prompt.chunks) == MAX_CHUNKS
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     edges = [(number, number + 1) for number in range(MAX_CHUNKS + 12)]
@@ -204,7 +205,7 @@ def test_with_the_separator_switched_off_no_text_cuts_a_prompt(tokenizer, separa
 
 def test_a_prompt_of_nothing_but_separators_takes_no_longer_than_another(tokenizer):
     ids = tokenizer.encode(" # # ", add_special_tokens=False) * 200_000
-    assert ChunkTokenParser(tokenizer).parse(ids).chunks == ()
+    assert ChunkTokenParser(tokenizer, SEPARATOR).parse(ids).chunks == ()
 
 
 @pytest.mark.parametrize("token", [-1, 2**40, 10**30, 49152])

@@ -186,7 +186,8 @@ def test_a_chunk_that_cannot_be_reused_is_no_perfect_reuse(narrow, tokenizer):
 
 def test_an_answer_is_as_long_as_the_right_one_needs(llm):
     def room(*answers, limit=None):
-        [question] = make_plan(llm, [Example("s", ("c",), "q", answers)], make_cells([], []), limit).questions
+        example = Example("s", EXAMPLES[0].chunks, "q", answers)
+        [question] = make_plan(llm, [example], make_cells([], []), limit).questions
         return question.max_answer
 
     assert room("tea") == SHORT_ANSWER

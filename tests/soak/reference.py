@@ -17,6 +17,7 @@ from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.hf import LLM
 from tests.soak.inside import Begun
 from tests.soak.session import Answer
+from tests.soak.traffic import SEPARATOR
 
 TOLERANCE = 2e-3
 """How far log-probabilities may be apart that were summed in another order."""
@@ -95,6 +96,7 @@ class Reference:
     def _engine(self, sink: str) -> LLM:
         if sink not in self._engines:
             settings = {"enable_chunk_cache": True, "miss_policy": "fill-first", "sink_prefix": sink}
+            settings |= {"chunk_separator": SEPARATOR}  # it is in the sink prefix, too
             self._engines[sink] = LLM(self._model, self._tokenizer, host_memory="256MiB", **settings)
         return self._engines[sink]
 

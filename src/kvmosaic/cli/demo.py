@@ -10,6 +10,8 @@ import typer
 from kvmosaic.cli.demo_data import DOCUMENTS, REQUESTS, Request
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table, progress_bar
 
+WARM_UP = Request("warming up", "Be brief.", ("ferry",), "When does it leave?")
+
 
 class _Compared(NamedTuple):
     request: Request
@@ -32,18 +34,15 @@ def demo(
     with llm, progress_bar(2 * len(REQUESTS) + 1) as steps:
         steps.start("warming up")
         for cached in (True, False):  # first calls pay for lazy set-up in torch; neither side should
-            llm.generate("warm # # up # # now", max_tokens=2, use_chunk_cache=cached)
+            _ask(llm, WARM_UP, 2, use_chunk_cache=cached)
         llm.chunk_cache.clear()
         steps.done()
         for request in REQUESTS:
-            prompt = llm.chat_prompt(
-                request.system, [DOCUMENTS[name] for name in request.documents], request.question
-            )
             steps.start(f"{request.title}: full prefill")
-            full = _best(llm, prompt, max_tokens, use_chunk_cache=False)
+            full = _best(llm, request, max_tokens, use_chunk_cache=False)
             steps.done()
             steps.start(f"{request.title}: kvmosaic")
-            ours = _best(llm, prompt, max_tokens, recompute_ratio=request.ratio)
+            ours = _best(llm, request, max_tokens, recompute_ratio=request.ratio)
             steps.done()
             compared.append(_Compared(request, ours, full))
         stats = llm.chunk_cache.get_stats()
@@ -58,13 +57,22 @@ def demo(
         print_json({"model": model, "requests": [_row(item) for item in compared], "stats": stats, "peak_mb": peak})
 
 
-def _best(llm: Any, prompt: str, max_tokens: int, **options: Any) -> Any:
+def _ask(llm: Any, request: Request, max_tokens: int, **options: Any) -> Any:
+    from kvmosaic.engines.hf.chat import messages_about
+
+    documents = [DOCUMENTS[name] for name in request.documents]
+    messages = messages_about(request.system, documents, request.question)
+    [answer] = llm.chat(messages, documents=documents, max_tokens=max_tokens, temperature=0, **options)
+    return answer
+
+
+def _best(llm: Any, request: Request, max_tokens: int, **options: Any) -> Any:
     """The answer with the better of two times to the first token: one sample is at the mercy of other
     programs. A request with new documents cannot be repeated, as the second time it would find them."""
-    [first] = llm.generate(prompt, max_tokens=max_tokens, temperature=0, **options)
+    first = _ask(llm, request, max_tokens, **options)
     if any(chunk.status != "cached" for chunk in first.chunks):
         return first
-    [again] = llm.generate(prompt, max_tokens=1, temperature=0, **options)
+    again = _ask(llm, request, 1, **options)
     return replace(first, ttft_ms=min(first.ttft_ms, again.ttft_ms))
 
 

@@ -38,14 +38,18 @@ def generate(
         raise PromptError("the prompt is empty; give at least one token")
     load_config(**settings)  # what is wrong with them should not take seconds to be said
 
+    from kvmosaic.engines.hf.chat import messages_about
     from kvmosaic.hf import LLM  # which takes seconds
 
     with console.status(f"loading {model}"):
         llm = LLM(model, enable_chunk_cache=True, **settings)
     with llm:
+        options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
         if documents or system:
-            text = llm.chat_prompt(system, documents, text)
-        [output] = llm.generate(text, max_tokens=max_tokens, temperature=temperature)
+            messages = messages_about(system, documents, text)
+            [output] = llm.chat(messages, documents=documents, **options)
+        else:
+            [output] = llm.generate(text, **options)
     if json:
         print_json(asdict(output))
         return

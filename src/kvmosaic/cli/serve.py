@@ -17,7 +17,8 @@ def serve(
     model: Annotated[str, typer.Argument(help="Catalog name, folder or hub name.")],
     enable_chunk_cache: Annotated[bool | None, typer.Option("--enable-chunk-cache", help="Reuse chunks.")] = None,
     chunk_separator: Annotated[
-        str | None, typer.Option(help="What splits a prompt into chunks; '' for nothing. See `kvmosaic separator`.")
+        str | None,
+        typer.Option(help="Text that also splits prompts into chunks; see `kvmosaic separator`."),
     ] = None,
     min_chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of the shortest chunk that is stored.")] = None,
     client_parameters: Annotated[

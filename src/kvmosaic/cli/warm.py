@@ -44,7 +44,9 @@ def warm(
     vllm_options: Annotated[
         str | None, typer.Option(help="More of its options, like '--tensor-parallel-size 2'.")
     ] = None,
-    chunk_separator: Annotated[str | None, typer.Option(help="What splits a prompt into chunks.")] = None,
+    chunk_separator: Annotated[
+        str | None, typer.Option(help="What splits prompts into chunks; default: nothing, requests name documents.")
+    ] = None,
     sink_prefix: Annotated[
         str | None, typer.Option(help="What chunks are computed after: bos, none, document, a text.")
     ] = None,

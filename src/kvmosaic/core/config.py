@@ -47,8 +47,8 @@ class ChunkCacheConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     enable_chunk_cache: bool = False
-    chunk_separator: str | None = " # # "
-    """What splits a prompt into chunks. ``None`` or nothing: no text does, and requests say where chunks are."""
+    chunk_separator: str | None = None
+    """What splits prompts into chunks besides the documents that requests name. ``None`` or nothing: no text does."""
     min_chunk_tokens: int = Field(16, ge=1)
     """Tokens of the shortest chunk that is stored; shorter ones are ordinary text of their prompts."""
     chunk_hash_algorithm: Literal["xxhash", "sha256"] = "xxhash"

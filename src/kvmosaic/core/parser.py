@@ -41,9 +41,7 @@ class ChunkTokenParser:
     something only where they stand.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, separator: str | None = " # # ", min_chunk_tokens: int = 1
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, separator: str | None = None, min_chunk_tokens: int = 1) -> None:
         """Without tokenizer or separator nothing is searched for; explicit boundaries still work. Chunks of fewer
         tokens than ``min_chunk_tokens`` are ordinary text, as are those beyond ``MAX_CHUNKS``."""
         self._tokenizer = tokenizer
@@ -98,7 +96,7 @@ class ChunkTokenParser:
 
     def document_tokens(self, document: str) -> tuple[int, ...]:
         """The tokens ``document`` has as a chunk in the middle of a prompt, however few: its separator included, or
-        with the separator switched off, those of its core."""
+        with the separator switched off, those of its core, if it has one."""
         if self._separator:
             separator = self._separator.decode()
             tokens = self.encode(f"a{separator}{document}{separator}b")
@@ -106,6 +104,8 @@ class ChunkTokenParser:
         else:
             tokens = self.encode(f"a\n\n{document}\n\nb")
             chunks = find_documents(self._text(tokens), [document], self._normalize).spans
+            if not chunks:
+                return ()
         if len(chunks) != 1:
             raise PromptError(f"a document must be one non-empty chunk, this one makes {len(chunks)} chunks")
         return tuple(tokens[chunks[0].start : chunks[0].end])

@@ -80,5 +80,7 @@ class RequestOutput:
     """What recomputing and choosing cost, as a share of computing all chunk tokens in all layers."""
     prefilled_tokens: int
     chunks: tuple[ChunkReport, ...]
+    absent_documents: tuple[int, ...] = ()
+    """Which of the documents that were named occur nowhere in the prompt, as indices."""
     fallback_reason: str | None = None
     """Why a prompt with chunks was served by ordinary generation."""

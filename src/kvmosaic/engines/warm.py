@@ -45,12 +45,13 @@ class Warmer(ABC):
     def warm(self, documents: Sequence[Chunk], counts: WarmCounts) -> None:
         """Have these documents stored, and count what was done. ``parser.document_tokens`` makes chunks of texts."""
         chunks = list(dict.fromkeys(documents))
-        states = self.states(chunks)
-        missing = [chunk for chunk, state in zip(chunks, states, strict=True) if state == "missing"]
+        states = dict(zip(chunks, self.states(chunks), strict=True))
+        missing = [chunk for chunk, state in states.items() if state == "missing"]
         if missing:
             self.fill(missing)
+        found = [states[document] for document in documents]
         counts.filled += len(missing)
         counts.filled_tokens += sum(map(len, missing))
-        counts.too_long += states.count("too-long")
-        counts.too_short += states.count("too-short")
-        counts.known += len(documents) - len(missing) - states.count("too-long") - states.count("too-short")
+        counts.too_long += found.count("too-long")
+        counts.too_short += found.count("too-short")
+        counts.known += found.count("kept") + found.count("missing") - len(missing)

@@ -10,6 +10,7 @@ import kvmosaic
 from kvmosaic.blend import POLICIES, policy_named
 from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.engines.hf.chat import ChatPrompt, chat_prompt, messages_about
 from kvmosaic.engines.hf.llm import LLM
 from kvmosaic.eval.base import Cell, Example
 
@@ -80,7 +81,8 @@ def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_
 
 
 def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -> Question:
-    prompt = llm.parser.parse(prompt_text(llm, example, example.chunks))
+    asked = _chat_prompt(llm, example, example.chunks)
+    prompt = llm.parser.parse_named(asked.token_ids, asked.documents, asked.question).prompt
     if max_answer is None:
         # As the model writes it: a blank before, the end of the line behind.
         needed = max(len(llm.parser.encode(f" {answer}.\n")) for answer in example.answers)
@@ -106,16 +108,14 @@ def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -
             f"{name}: a chunk and what it is computed after, {len(context)} tokens, exceed the model's positions; "
             "choose a shorter sink prefix"
         )
-    plain = llm.parser.encode(prompt_text(llm, example, ()))
-    return Question(prompt, ChunkedPrompt(tuple(plain), ()), example.answers, max_answer)
+    plain = ChunkedPrompt(tuple(_chat_prompt(llm, example, ()).token_ids), ())
+    return Question(prompt, plain, example.answers, max_answer)
 
 
-def prompt_text(llm: LLM, example: Example, chunks: Sequence[str]) -> str:
-    """The example with these chunks, in the model's chat format when it has one, up to where the model goes on."""
-    if llm.tokenizer is not None and llm.tokenizer.chat_template is not None:
-        return llm.chat_prompt(example.system, chunks, example.question) + example.lead
-    question = f"{example.question}\n{example.lead}" if example.lead else example.question
-    return llm.chat_prompt(example.system, chunks, question)
+def _chat_prompt(llm: LLM, example: Example, chunks: Sequence[str]) -> ChatPrompt:
+    """The example with these chunks, up to where the model goes on."""
+    messages = messages_about(example.system, chunks, example.question)
+    return chat_prompt(llm.tokenizer, messages, chunks, lead=example.lead)
 
 
 def _digest(value: Any) -> str:

@@ -7,7 +7,8 @@ import torch
 
 from kvmosaic.blend import policy_named
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.hf.llm import LLM, Assembled
+from kvmosaic.engines.hf.decoding import Assembled
+from kvmosaic.engines.hf.llm import LLM
 from kvmosaic.engines.hf.sampling import stop_ids
 from kvmosaic.eval.base import Cell
 from kvmosaic.eval.metrics import exact_match, first_line, kl_per_token, word_f1

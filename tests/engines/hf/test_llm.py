@@ -13,7 +13,7 @@ from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.hf import LLM
 from tests.engines.hf.tiny import UNSUPPORTED, make
 
-FILL_FIRST = {"enable_chunk_cache": True, "miss_policy": "fill-first"}
+FILL_FIRST = {"enable_chunk_cache": True, "miss_policy": "fill-first", "chunk_separator": " # # "}
 TOKENS = [random.Random(5).randrange(3, 300) for _ in range(400)]
 
 
@@ -308,9 +308,9 @@ def test_a_separator_the_tokenizer_lacks_matters_only_when_the_cache_is_on(narro
 
     vocabulary = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     words = PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="a")
-    LLM(narrow, words)
+    LLM(narrow, words, chunk_separator=" # # ")
     with pytest.raises(ConfigError, match="does not survive"):
-        LLM(narrow, words, enable_chunk_cache=True)
+        LLM(narrow, words, **FILL_FIRST)
 
 
 def test_unknown_model_is_one_line():
@@ -424,12 +424,10 @@ def test_short_chunks_are_text_in_this_engine_too(narrow, tokenizer):
     assert llm.chunk_cache.get_stats()["total_chunks"] == 1
 
 
-def test_with_the_separator_off_only_boundaries_name_chunks(narrow, tokenizer):
-    llm = LLM(narrow, tokenizer, **FILL_FIRST, chunk_separator="")
+def test_without_a_separator_no_text_makes_chunks(narrow, tokenizer):
+    llm = LLM(narrow, tokenizer, enable_chunk_cache=True, miss_policy="fill-first")
     text = "Be brief. # # " + "The ferry leaves. " * 8 + "# # When does it open?"
     assert llm.generate(text, max_tokens=1)[0].mode == "plain"
     ids = tokenizer.encode(text)
     prompt = llm.parser.parse(ids, [(0, 4), (4, 30), (30, len(ids))])
     assert llm.generate([prompt], max_tokens=1)[0].mode == "fill"
-    with pytest.raises(ConfigError, match="chunk_separator is off"):
-        llm.chat_prompt("Be brief.", ["a document"], "Why?")

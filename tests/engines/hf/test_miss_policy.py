@@ -3,12 +3,19 @@
 import pytest
 import torch
 
+from kvmosaic.engines.hf.chat import chat_prompt, messages_about
 from kvmosaic.hf import LLM
 
 DOCUMENTS = [
     "The ferry to Orsa leaves at 7:40 from the north pier. Its captain is Maud Lind.",
     "The bakery on Mill Street belongs to Agnes Bell. She bakes rye bread on Mondays.",
 ]
+
+MESSAGES = messages_about("You are helpful.", DOCUMENTS, "Who is the captain?")
+
+
+def parse(llm):
+    return llm.parser.parse_named(chat_prompt(llm.tokenizer, MESSAGES).token_ids, DOCUMENTS).prompt
 
 
 def engine(narrow, tokenizer, miss_policy):
@@ -18,17 +25,16 @@ def engine(narrow, tokenizer, miss_policy):
 @pytest.mark.parametrize("miss_policy", ["background", "never"])
 def test_new_documents_are_answered_exactly(narrow, tokenizer, miss_policy):
     llm = engine(narrow, tokenizer, miss_policy)
-    text = llm.chat_prompt("You are helpful.", DOCUMENTS, "Who is the captain?")
-    parsed = llm.parser.parse(text)
+    parsed = parse(llm)
     with llm.engine.session():
         full, ours = llm.full_prefill(parsed), llm.assemble(parsed, 0.0)
     torch.testing.assert_close(ours.logits, full.logits, atol=1e-4, rtol=0)
-    [first] = llm.generate(text, max_tokens=8, temperature=0)
-    [exact] = llm.generate(text, max_tokens=8, temperature=0, use_chunk_cache=False)
+    [first] = llm.chat(MESSAGES, documents=DOCUMENTS, max_tokens=8, temperature=0)
+    [exact] = llm.chat(MESSAGES, documents=DOCUMENTS, max_tokens=8, temperature=0, use_chunk_cache=False)
     assert first.token_ids == exact.token_ids
     assert first.mode == "plain"
     assert [(chunk.status, chunk.reason) for chunk in first.chunks] == [("prefilled", "new")] * 2
-    [second] = llm.generate(text, max_tokens=8, temperature=0)
+    [second] = llm.chat(MESSAGES, documents=DOCUMENTS, max_tokens=8, temperature=0)
     if miss_policy == "background":
         assert second.mode == "reuse"
         assert [chunk.status for chunk in second.chunks] == ["cached"] * 2
@@ -40,20 +46,18 @@ def test_new_documents_are_answered_exactly(narrow, tokenizer, miss_policy):
 def test_a_new_document_among_known_ones_is_computed_in_sight_of_them(narrow, tokenizer):
     llm = engine(narrow, tokenizer, "background")
     llm.chunk_cache.warm(DOCUMENTS[:1])
-    text = llm.chat_prompt("You are helpful.", DOCUMENTS, "Who is the captain?")
-    [first] = llm.generate(text, max_tokens=2, temperature=0)
+    [first] = llm.chat(MESSAGES, documents=DOCUMENTS, max_tokens=2, temperature=0)
     assert [chunk.status for chunk in first.chunks] == ["cached", "prefilled"]
     assert first.prefilled_tokens > len(first.chunks[1].span)
-    [second] = llm.generate(text, max_tokens=2, temperature=0)
+    [second] = llm.chat(MESSAGES, documents=DOCUMENTS, max_tokens=2, temperature=0)
     assert [chunk.status for chunk in second.chunks] == ["cached", "cached"]
 
 
 def test_filled_behind_the_answer_is_what_filling_first_gives(narrow, tokenizer):
     """The same entries, whenever they are made."""
     behind, first = engine(narrow, tokenizer, "background"), engine(narrow, tokenizer, "fill-first")
-    text = behind.chat_prompt("You are helpful.", DOCUMENTS, "Who is the captain?")
-    behind.generate(text, max_tokens=1)
-    parsed = behind.parser.parse(text)
+    behind.chat(MESSAGES, documents=DOCUMENTS, max_tokens=1)
+    parsed = parse(behind)
     logits = []
     for llm in (behind, first):
         with llm.engine.session():

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from kvmosaic.blend import policy_named
+from kvmosaic.engines.hf.chat import chat_prompt, messages_about
 from kvmosaic.eval.metrics import kl_per_token
 from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.hf import LLM
@@ -25,7 +26,8 @@ def test_quality_grows_with_the_ratio(llm, policy):
     """Mean KL of the next token to a full prefill, over a few prompts."""
     kl = {ratio: [] for ratio in RATIOS}
     for example in synthetic(4, 0, 1):
-        parsed = llm.parser.parse(llm.chat_prompt(example.system, example.chunks, example.question))
+        messages = messages_about(example.system, example.chunks, example.question)
+        parsed = llm.parser.parse_named(chat_prompt(llm.tokenizer, messages).token_ids, example.chunks).prompt
         with llm.engine.session():
             full = llm.full_prefill(parsed)
             for ratio in RATIOS:

@@ -18,7 +18,12 @@ TEXT = (
 
 
 pytestmark = pytest.mark.slow
-FILL_FIRST = {"enable_chunk_cache": True, "miss_policy": "fill-first", "min_chunk_tokens": 1}
+FILL_FIRST = {
+    "enable_chunk_cache": True,
+    "miss_policy": "fill-first",
+    "min_chunk_tokens": 1,
+    "chunk_separator": " # # ",
+}
 
 
 @pytest.fixture(scope="module")

@@ -31,19 +31,20 @@ written with zeros when an engine starts."""
 if torch.cuda.is_available():
     SMALL["gpu_memory_utilization"] = 0.2  # what an engine leaves behind must fit beside the next one
 
+SEPARATOR = " # # "
+OURS: dict[str, Any] = {"client_parameters": "all", "min_chunk_tokens": 1, "chunk_separator": SEPARATOR}
+"""Settings of the chunk cache that tests have unless they say otherwise."""
 PART = 256
 """Tokens of an entry of an exact prefix, in a model without sliding windows."""
 
 
 def start(model: str | Path, **settings: Any) -> LLM:
     """An engine with a chunk cache, in this process; it ends the one that was started last (``conftest.py``)."""
-    ours = {"client_parameters": "all", "min_chunk_tokens": 1}
-    return LLM(str(model), enable_chunk_cache=True, **SMALL | ours | settings)
+    return LLM(str(model), enable_chunk_cache=True, **SMALL | OURS | settings)
 
 
 # --- prompts of text
 
-SEPARATOR = " # # "
 DOCUMENTS = [
     "The ferry Cormorant connects Port Almery with Sill Island four times a day; the first boat leaves at 6:40.",
     "The Old Kiln Bakery on Lantern Street is owned by Tomas Reed, who learned the trade from his aunt.",

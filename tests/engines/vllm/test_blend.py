@@ -9,6 +9,7 @@ from kvmosaic.blend import policy_named
 from kvmosaic.hf import LLM as HFEngine
 from tests.engines.vllm.helpers import (
     DOCUMENTS,
+    OURS,
     add_cost,
     answer,
     answer_each,
@@ -46,7 +47,7 @@ def llm(tiny_text):
 @pytest.fixture(scope="module")
 def reference(tiny_text, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
-    return HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", min_chunk_tokens=1)
+    return HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", **OURS)
 
 
 @pytest.mark.parametrize("policy", SHARED)

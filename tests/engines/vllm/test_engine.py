@@ -10,6 +10,7 @@ from kvmosaic.engines.vllm.telemetry.cost import ENOUGH
 from kvmosaic.hf import LLM as HFEngine
 from tests.engines.vllm.helpers import (
     DOCUMENTS,
+    OURS,
     answer,
     answer_each,
     learnt_costs,
@@ -32,7 +33,7 @@ def llm():
 @pytest.fixture(scope="module")
 def reference(smollm2, tokenizer):
     """The embedded engine, which defines what reuse gives."""
-    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", min_chunk_tokens=1)
+    return HFEngine(smollm2, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", **OURS)
 
 
 def test_ratio_one_is_plain_vllm(llm):

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from openai import OpenAI
 
-from tests.engines.vllm.helpers import DOCUMENTS, prompt
+from tests.engines.vllm.helpers import DOCUMENTS, SEPARATOR, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +34,7 @@ def serving(model, max_tokens, log):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "kvmosaic.cli.main", "serve", model, "--enable-chunk-cache"]
-    command += ["--client-parameters", "all"]
+    command += ["--client-parameters", "all", "--chunk-separator", SEPARATOR]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:
         server = subprocess.Popen(

@@ -16,6 +16,7 @@ from kvmosaic.hf import LLM as HFEngine
 from kvmosaic.kernels.remap import LayerTurn, remap
 from tests.engines.vllm.helpers import (
     DOCUMENTS,
+    OURS,
     answer,
     forget_fast_copies,
     greedy,
@@ -122,7 +123,7 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, tiny_text, to
     the embedded engine's remap (1e-4), and with the embedded engine's own canonical KV moved to the same place, which
     was computed by other kernels (1e-4 of the largest value of the layer)."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
-    reference = HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", min_chunk_tokens=1)
+    reference = HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", **OURS)
     kv, loaded = worker_side().forward.kv, note_placed(monkeypatch)
     text = prompt("A system prompt just for this.", [DOCUMENTS[3], DOCUMENTS[1], DOCUMENTS[3]])
     compared = []

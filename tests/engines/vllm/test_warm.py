@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmosaic.cli.main import app
-from tests.engines.vllm.helpers import DOCUMENTS, answer, prompt, report, start
+from tests.engines.vllm.helpers import DOCUMENTS, answer, report, start
 
 pytestmark = pytest.mark.engine
 
@@ -33,9 +33,10 @@ def test_all_documents_are_found_by_another_engine(warmed, tiny_text):
     assert result.pop("filled_tokens") > 20 * 20  # more than a request of that engine can have
     assert result == {"documents": 22, "filled": 20, "known": 1, "too_long": 1, "too_short": 0, "lost": 0}
     assert len(list(entries.rglob("*.safetensors"))) == 20
-    llm = start(tiny_text, miss_policy="never", disk_path=entries)
+    llm = start(tiny_text, miss_policy="never", disk_path=entries, chunk_separator=None)
     for at in range(0, 20, 5):
-        [output] = answer(llm, [prompt("Be brief.", CORPUS[at : at + 5][::-1])], report=True)
+        text = "\n".join(["Be brief.", *CORPUS[at : at + 5][::-1], "Which report is it?"])
+        [output] = answer(llm, [text], report=True, documents=CORPUS)
         chunks = report(output)["chunks"]
         assert [(chunk["status"], chunk["tier"]) for chunk in chunks] == [("cached", "disk")] * 5
     states = llm.collective_rpc("chunk_cache_warm_states", args=([[1, 2, 3]],))

@@ -36,7 +36,7 @@ def write_tiny_text(folder: Path, like: str | Path) -> str:
     theirs = LlamaConfig.from_pretrained(like)
     tokens = {name: getattr(theirs, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     model = write_tiny_llama(folder, num_hidden_layers=8, **tokens)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(Path(like) / name, folder / name)
     return model
 

@@ -1,56 +1,38 @@
 """``LLM``: parse, look up, fill, remap, blend, prefill, decode — for a transformers model in this process."""
 
 import logging
-import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvmosaic.blend import Policy, choose, policy_named
 from kvmosaic.core.config import ChunkCacheConfig, load_config
-from kvmosaic.core.errors import ConfigError, PromptError, UnsupportedModelError
+from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.messages import conversations, names_for_each
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.chunk_cache import Missing
+from kvmosaic.engines.hf.chat import ChatPrompt, chat_prompt
 from kvmosaic.engines.hf.chunk_cache import HFChunkCache
+from kvmosaic.engines.hf.decoding import Assembled, decode
+from kvmosaic.engines.hf.loading import load
 from kvmosaic.engines.hf.model import HFModel, max_positions
-from kvmosaic.engines.hf.plain import Decoded, plain_generate
+from kvmosaic.engines.hf.plain import plain_generate
 from kvmosaic.engines.hf.probe import HFProbe
+from kvmosaic.engines.hf.prompts import Prompt, PromptReader, ReadPrompt
 from kvmosaic.engines.hf.request_kv import RequestKV
-from kvmosaic.engines.hf.sampling import Sampler, SamplingParams, stop_ids
+from kvmosaic.engines.hf.sampling import SamplingParams, stop_ids
 from kvmosaic.engines.hf.self_test import self_test
 from kvmosaic.engines.identity import model_name, sink_of
-from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16, needs_float32
 from kvmosaic.engines.results import ChunkReport, Fallback, RequestOutput
 from kvmosaic.engines.self_test import OFF
-from kvmosaic.models import resolve
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | ChunkedPrompt
-
-
-class Assembled(NamedTuple):
-    """A prompt ready to decode: logits ``[vocab]`` after it, how to go on, and what became of its chunks."""
-
-    logits: torch.Tensor
-    kv: RequestKV
-    step: Callable[[Sequence[int]], torch.Tensor]
-    """Computes the last of these tokens, all others being cached: logits ``[vocab]`` after it."""
-    reports: tuple[ChunkReport, ...] = ()
-    recomputed: tuple[int, ...] = ()
-    """Positions of chunk tokens that were computed anew."""
-    charged_ratio: float = 0.0
-    """What that and the choice of them cost, as a share of computing all chunk tokens in all layers."""
-    missing: Mapping[tuple[int, ...], Missing] = MappingProxyType({})
-    """Chunks that were in no tier and were computed as ordinary text."""
 
 
 class LLM:
@@ -79,12 +61,13 @@ class LLM:
         if isinstance(model, PreTrainedModel):
             self.model = model.eval()
         else:
-            self.model, loaded_tokenizer = _load(str(model), dtype, device)
+            self.model, loaded_tokenizer = load(str(model), dtype, device)
             tokenizer = tokenizer or loaded_tokenizer
         self.tokenizer = tokenizer
         separator = self.config.chunk_separator if self.config.enable_chunk_cache else None
         self.parser = ChunkTokenParser(tokenizer, separator, self.config.min_chunk_tokens)
         self.max_positions = max_positions(self.model)
+        self._reader = PromptReader(self.parser, self.model.config.get_text_config().vocab_size, self.max_positions)
         self._engine: HFModel | None = None
         self._chunk_cache: HFChunkCache | None = None
         self._off_reason: str | None = Fallback.DISABLED.value
@@ -136,21 +119,11 @@ class LLM:
             raise ConfigError(f"the chunk cache is off: {self._off_reason}")
         return self._chunk_cache
 
-    def chat_prompt(self, system: str, documents: Sequence[str], question: str) -> str:
-        """A prompt of these parts, in the model's chat format when it has one."""
-        separator = self.config.chunk_separator
-        if separator is None:
-            raise ConfigError("chunk_separator is off, and nothing else tells the documents of a text apart; set one")
-        body = separator.join(["", *documents, question])
-        if self.tokenizer is None or self.tokenizer.chat_template is None:
-            return f"{system}{body}"
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": body}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
     def generate(
         self,
-        prompts: str | Sequence[Prompt] | ChunkedPrompt,
+        prompts: str | ChunkedPrompt | ChatPrompt | Sequence[Prompt],
         *,
+        documents: Sequence[str] | Sequence[Sequence[str]] | None = None,
         max_tokens: int = 128,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -161,16 +134,39 @@ class LLM:
         policy: str | None = None,
         use_chunk_cache: bool = True,
     ) -> list[RequestOutput]:
-        """Answer each prompt, in order. ``use_chunk_cache=False`` is a plain, full prefill."""
+        """Answer each prompt, in order. ``use_chunk_cache=False`` is a plain, full prefill.
+
+        ``documents`` are texts that are chunks wherever they stand in a prompt: one list for all prompts, or a list
+        for each."""
         params = SamplingParams(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
         ratio = self.config.recompute_ratio if recompute_ratio is None else recompute_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
             raise ConfigError(f"recompute_ratio={ratio!r}: must be a number between 0 and 1")
         chosen = self._policy if policy is None else policy_named(policy)
-        batch = [prompts] if isinstance(prompts, (str, ChunkedPrompt)) else list(prompts)
+        batch = [prompts] if isinstance(prompts, (str, ChunkedPrompt, ChatPrompt)) else list(prompts)
+        names = names_for_each(documents, len(batch))
+        search = use_chunk_cache and self._off_reason is None
         # A bad prompt is refused before any work is done for the good ones.
-        parsed = [self._parse(index, prompt, params, use_chunk_cache) for index, prompt in enumerate(batch)]
-        return [self._answer(prompt, params, chosen, ratio, use_chunk_cache, seconds) for prompt, seconds in parsed]
+        read = [self._reader.read(i, prompt, names[i], max_tokens, search) for i, prompt in enumerate(batch)]
+        return [self._answer(prompt, params, chosen, ratio, use_chunk_cache) for prompt in read]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        *,
+        documents: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, in the model's chat format.
+
+        Besides ``documents``, the text parts of messages are chunks, but for the last one of the last user message,
+        and results of tools, as far as ``chunk_sources`` has them. ``options`` are those of :meth:`generate`."""
+        talks = conversations(messages)
+        names = names_for_each(documents, len(talks))
+        sources = self.config.sources
+        return self.generate(
+            [chat_prompt(self.tokenizer, *parts, sources) for parts in zip(talks, names, strict=True)], **options
+        )
 
     def close(self) -> None:
         """Finish pending writes of the chunk cache."""
@@ -183,46 +179,16 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _parse(
-        self, index: int, source: Prompt, params: SamplingParams, use_chunk_cache: bool
-    ) -> tuple[ChunkedPrompt, float]:
-        """The parsed prompt and the seconds it took, which count towards its TTFT."""
-        start = time.perf_counter()
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if isinstance(source, ChunkedPrompt):
-            prompt, tokens = source, list(source.token_ids)
-        elif isinstance(source, str):
-            tokens = self.parser.encode(source)
-        else:
-            try:
-                if isinstance(source, (bytes, bytearray)):
-                    raise TypeError
-                tokens = [operator.index(token) for token in source]
-            except TypeError:
-                raise PromptError(f"prompt {index} must be text, a list of token ids or a ChunkedPrompt") from None
-        if not all(0 <= token < vocabulary for token in tokens):
-            raise PromptError(f"prompt {index}: token ids must be between 0 and {vocabulary - 1}")
-        if not isinstance(source, ChunkedPrompt):
-            search = use_chunk_cache and self._off_reason is None
-            prompt = self.parser.parse(tokens) if search else ChunkedPrompt(tuple(tokens), ())
-        total = len(prompt.token_ids) + params.max_tokens
-        if self.max_positions is not None and total > self.max_positions:
-            raise PromptError(
-                f"prompt {index}: {len(prompt.token_ids)} tokens + max_tokens {params.max_tokens} exceed the "
-                f"model's {self.max_positions} positions; shorten one of them"
-            )
-        return prompt, time.perf_counter() - start
-
     def _answer(
         self,
-        prompt: ChunkedPrompt,
+        read: ReadPrompt,
         params: SamplingParams,
         policy: Policy,
         ratio: float,
         use_chunk_cache: bool,
-        parse_seconds: float,
     ) -> RequestOutput:
-        start = time.perf_counter() - parse_seconds
+        start = time.perf_counter() - read.seconds
+        prompt = read.prompt
         reason = self._off_reason if use_chunk_cache else Fallback.DISABLED.value
         if reason is None and prompt.chunks and not self.chunk_cache.serves(len(prompt.token_ids)):
             reason = Fallback.ROPE_LENGTH.value
@@ -230,7 +196,7 @@ class LLM:
         if prompt.chunks and reason is None:
             with self.engine.session():
                 assembled = self.assemble(prompt, ratio, params.max_tokens, policy)
-                decoded = self._decode(prompt, assembled, params, start)
+                decoded = decode(self.model, prompt, assembled, params, start)
             if assembled.missing and self.config.miss_policy == "background":
                 # Behind the answer, so that nobody's first token waits for it.
                 context = self.chunk_cache.context_of(prompt)
@@ -255,6 +221,7 @@ class LLM:
             charged_ratio=assembled.charged_ratio if assembled else 0.0,
             prefilled_tokens=len(prompt.token_ids) - cached - filled,
             chunks=reports,
+            absent_documents=read.absent,
             fallback_reason=reason,
         )
 
@@ -307,43 +274,3 @@ class LLM:
         kv = RequestKV(engine.format, length + room, self.model.device)
         logits = engine.forward(prompt.token_ids, range(length), kv, length)[-1]
         return Assembled(logits, kv, lambda so_far: engine.step(so_far, kv))
-
-    def _decode(self, prompt: ChunkedPrompt, assembled: Assembled, params: SamplingParams, start: float) -> Decoded:
-        """Sample until a stop token or the limit."""
-        sampler = Sampler(self.model, params, len(prompt.token_ids))
-        stops = stop_ids(self.model)
-        so_far = list(prompt.token_ids)
-        output: list[int] = []
-        logits, ttft_ms = assembled.logits, 0.0
-        while True:
-            token = sampler.pick(logits, so_far)
-            if not output:
-                ttft_ms = (time.perf_counter() - start) * 1e3
-            output.append(token)
-            so_far.append(token)
-            if token in stops or len(output) == params.max_tokens:
-                return Decoded(output, ttft_ms)
-            logits = assembled.step(so_far)
-
-
-def _load(
-    model: str, dtype: str | torch.dtype, device: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    folder = resolve(model)
-    try:
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model {model!r}: {' '.join(str(error).split())[:300]}") from None
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype == "auto" and place == "cpu" and not cpu_runs_bfloat16():
-        network = _in_float32(network)
-    return network.to(place).eval(), tokenizer
-
-
-def _in_float32(network: PreTrainedModel) -> PreTrainedModel:
-    own = str(network.dtype).removeprefix("torch.")
-    if not needs_float32(own, is_quantized=getattr(network.config, "quantization_config", None) is not None):
-        return network
-    logger.warning("computing in float32 instead of %s: %s", own, WHY_FLOAT32)
-    return network.float()

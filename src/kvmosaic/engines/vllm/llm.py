@@ -1,5 +1,7 @@
 """``vllm.LLM`` with a chunk cache."""
 
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import fields
 from typing import Any
 
@@ -8,12 +10,17 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.messages import conversations, documents_in, names_for_each
 from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
 from kvmosaic.models import resolve
 
+Documents = Sequence[str] | Sequence[Sequence[str]] | None
+"""One list for all prompts, or a list for each."""
+
 
 class LLM(vllm.LLM):  # type: ignore[misc]
-    """``vllm.LLM`` plus the keywords of :class:`ChunkCacheConfig`; everything else is vLLM's."""
+    """``vllm.LLM`` plus the keywords of :class:`ChunkCacheConfig`, and documents that requests name; everything else
+    is vLLM's."""
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in ChunkCacheConfig.model_fields if name in kwargs}
@@ -27,8 +34,58 @@ class LLM(vllm.LLM):  # type: ignore[misc]
             kwargs |= engine_arguments(self.chunk_cache_config)
         super().__init__(model=model, **kwargs)
 
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *more: Any, documents: Documents = None, **options: Any
+    ) -> list[vllm.RequestOutput]:
+        """As ``vllm.LLM.generate``. ``documents`` are texts that are chunks wherever they stand in a prompt: one list
+        for all prompts, or a list for each."""
+        if documents is not None:
+            names = names_for_each(documents, 1 if _is_one_prompt(prompts) else len(prompts))
+            sampling_params = self._naming(sampling_params, [{"documents": list(each)} for each in names])
+        return super().generate(prompts, sampling_params, *more, **options)
+
+    def chat(
+        self, messages: Any, sampling_params: Any = None, *more: Any, documents: Documents = None, **options: Any
+    ) -> list[vllm.RequestOutput]:
+        """As ``vllm.LLM.chat``. Besides ``documents``, the text parts of messages are chunks, but for the last one of
+        the last user message, and results of tools, as far as ``chunk_sources`` has them."""
+        config = self.chunk_cache_config
+        talks = conversations(messages)
+        params = []
+        for talk, names in zip(talks, names_for_each(documents, len(talks)), strict=True):
+            found, question = documents_in(talk, config.sources)
+            named = {"documents": [*names, *found]}
+            params.append(named if config.chunk_separator is None else named | {"question": question})
+        return super().chat(messages, self._naming(sampling_params, params), *more, **options)
+
     def get_stats(self) -> dict[str, Any]:
         """Statistics of the first worker's chunk cache: ``hit_rate, total_chunks, current_memory_mb, …``."""
         if not self.chunk_cache_config.enable_chunk_cache:
             raise ConfigError("the chunk cache is off; pass enable_chunk_cache=True")
         return self.collective_rpc("chunk_cache_stats")[0]
+
+    def _naming(self, sampling: Any, params: Sequence[Mapping[str, Any]]) -> Any:
+        """Sampling parameters that also have those of the chunk cache, one for each prompt; the caller's own are left
+        as they are."""
+        if not self.chunk_cache_config.enable_chunk_cache or not any(any(each.values()) for each in params):
+            return sampling
+        given = self.get_default_sampling_params() if sampling is None else sampling
+        each = list(given) if isinstance(given, Sequence) else [given] * len(params)
+        if len(each) != len(params):
+            return sampling  # vLLM says so
+        return [_with(one, names) for one, names in zip(each, params, strict=True)]
+
+
+def _with(sampling: vllm.SamplingParams, params: Mapping[str, Any]) -> vllm.SamplingParams:
+    """A copy with these request parameters; those that the caller set itself come first."""
+    extra = sampling.extra_args or {}
+    ours = {name: value for name, value in params.items() if value}
+    theirs = extra.get("kv_transfer_params") or {}
+    named = copy(sampling)
+    named.extra_args = {**extra, "kv_transfer_params": {**ours, **theirs}}
+    return named
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """A text, a dictionary, or token ids."""
+    return isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))

@@ -1,0 +1,59 @@
+"""Conversations as prompts of the embedded engine."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from kvmosaic.core.errors import PromptError
+from kvmosaic.core.messages import documents_in, texts_of
+
+PARAGRAPH = "\n\n"
+"""What stands between documents, and between messages where there is no chat format."""
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as the model reads it."""
+
+    token_ids: Sequence[int]
+    documents: Sequence[str]
+    """Texts in it that are documents."""
+    question: str | None
+    """The text from whose last place on no separator counts."""
+
+
+def messages_about(system: str, documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    """A conversation of one question about documents, with a blank line behind each of them."""
+    text = PARAGRAPH.join([*documents, question])
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def chat_prompt(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    documents: Sequence[str] = (),
+    sources: Collection[str] = (),
+    lead: str = "",
+) -> ChatPrompt:
+    """A conversation in the model's chat format, or as paragraphs if it has none, and how the answer begins. Besides
+    ``documents``, those are documents that :func:`documents_in` finds."""
+    if tokenizer is None:
+        raise PromptError("this engine has no tokenizer; pass token ids instead of messages")
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise PromptError("messages must be objects with a role and a content")
+    found, question = documents_in(messages, sources)
+    # Parts are lines, as in vLLM: most templates take a text and nothing else.
+    flat = [{**message, "content": "\n".join(texts_of(message.get("content")))} for message in messages]
+    if tokenizer.chat_template is None:
+        text = PARAGRAPH.join(message["content"] for message in flat)
+        tokens = tokenizer.encode(f"{text}\n{lead}" if lead else text)
+    else:
+        try:
+            text = tokenizer.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise PromptError(f"the model's chat template refuses these messages: {reason}") from None
+        tokens = tokenizer.encode(text + lead, add_special_tokens=False)  # the template has written them
+    return ChatPrompt(tokens, [*documents, *found], question)
