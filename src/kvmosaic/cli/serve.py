@@ -20,6 +20,9 @@ def serve(
         str | None, typer.Option(help="What splits a prompt into chunks; '' for nothing. See `kvmosaic separator`.")
     ] = None,
     min_chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of the shortest chunk that is stored.")] = None,
+    chunk_sources: Annotated[
+        str | None, typer.Option(help="What else are documents: none, all, or some of 'documents,parts,tools,auto'.")
+    ] = None,
     client_parameters: Annotated[
         str | None, typer.Option(help="What requests may ask for: all, none, or names like 'policy,report'.")
     ] = None,
@@ -58,7 +61,7 @@ def serve(
         from kvmosaic.engines.vllm.compat.server import ServeCommand
     except ImportError as error:
         raise ConfigError(str(error)) from None
-    from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
+    from kvmosaic.engines.vllm.arguments import MIDDLEWARE, engine_arguments, refuse_unsupported, served_dtype
     from kvmosaic.models import CATALOG, resolve
 
     options = list(context.args)
@@ -71,6 +74,9 @@ def serve(
     parsed = command.parse(resolve(model), options)
     if model in CATALOG and not parsed.served_model_name:  # clients should not have to know the folder
         parsed.served_model_name = [model]
+    is_needed = config.sources - {"auto"} or "report" in config.allowed_parameters
+    if config.enable_chunk_cache and is_needed and MIDDLEWARE not in parsed.middleware:
+        parsed.middleware.append(MIDDLEWARE)
     parsed.dtype = served_dtype(command.engine_args(parsed))
     if config.enable_chunk_cache:
         refuse_unsupported(command.engine_args(parsed))
