@@ -134,6 +134,18 @@ def test_names_have_no_blanks_around_them_and_come_once():
     assert found({"messages": [user(" one\n", "one", "o", "two", "why? ")]}, min_length=2).documents == ("one", "two")
 
 
+@pytest.mark.parametrize(
+    "label", ["Source 1: ", "[2] ", "(3)\n", "4. ", "**Document 5:** ", "Doc#6: ", "# 7.\n", '<document index="8">\n']
+)
+def test_a_number_before_a_document_says_nothing_about_it(label):
+    assert found({"messages": [user(f"{label}At 6:40 it leaves.", "why?")]}).documents == ("At 6:40 it leaves.",)
+
+
+@pytest.mark.parametrize("begin", ["At 6:40", "6:40", "3.5 knots", "<b>Bold</b>", "2024-05-01", "Chapter one: it"])
+def test_other_beginnings_belong_to_a_document(begin):
+    assert found({"messages": [user(f"{begin} leaves.", "why?")]}).documents == (f"{begin} leaves.",)
+
+
 def test_no_more_names_than_are_allowed():
     body = {"messages": [user(*(f"number {n}" for n in range(50)), "why?")]}
     assert found(body, most=7).documents == tuple(f"number {n}" for n in range(7))

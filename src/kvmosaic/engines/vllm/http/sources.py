@@ -1,5 +1,6 @@
 """Which texts of a request to the HTTP server are documents, and which one is the question."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Paths of requests that generate text, and the fields of each that may hold documents."""
 
+# "Source 1: ", "[2] ", "3. " or a tag with a number: it says where a document stands, not what it is.
+_LABEL = re.compile(
+    r"\s*(?:[\[(*#]{0,4}[^\W\d_]{0,20}[ \t]?#?\d{1,4}[\])*:.]{1,4}(?=\s)|<[^<>\n\d]{1,80}\d[^<>\n]{0,80}>)"
+)
 _TEXT_PARTS = ("text", "input_text")
 _DOCUMENT_PARTS = ("document", "search_result")
 _TOOL_ROLES = ("tool", "function")
@@ -24,7 +29,7 @@ class Sources:
     """What was found in a request."""
 
     documents: tuple[str, ...] = ()
-    """Texts without blanks around them, none twice."""
+    """Texts without numbers before them and blanks around them, none twice."""
     question: str | None = None
     """What is asked last, if it is a part of its message."""
 
@@ -38,8 +43,13 @@ def find_sources(body: Mapping[str, Any], wanted: Collection[str], min_length: i
     goes on, and vLLM's prefix cache finds it again. The first part of a system prompt is no document either: as the
     prompt begins with it, that cache serves it exactly.
     """
-    names = (text.strip() for source, text in _texts(body) if source in wanted)
+    names = (_without_label(text) for source, text in _texts(body) if source in wanted)
     return Sources(tuple(islice(_each_once(names, min_length), most)), _question(body))
+
+
+def _without_label(text: str) -> str:
+    label = _LABEL.match(text)
+    return text[label.end() if label else 0 :].strip()
 
 
 def _each_once(names: Iterator[str], min_length: int) -> Iterator[str]:
