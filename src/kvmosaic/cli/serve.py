@@ -69,14 +69,14 @@ def serve(
         ours = engine_arguments(config)
         transfer = json.dumps(ours["kv_transfer_config"])
         options += ["--worker-cls", ours["worker_cls"], "--kv-transfer-config", transfer]
+        names_or_reports = config.sources - {"auto"} or "report" in config.allowed_parameters
+        if names_or_reports and MIDDLEWARE not in options:
+            options += ["--middleware", MIDDLEWARE]
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     command = ServeCommand()
     parsed = command.parse(resolve(model), options)
     if model in CATALOG and not parsed.served_model_name:  # clients should not have to know the folder
         parsed.served_model_name = [model]
-    is_needed = config.sources - {"auto"} or "report" in config.allowed_parameters
-    if config.enable_chunk_cache and is_needed and MIDDLEWARE not in parsed.middleware:
-        parsed.middleware.append(MIDDLEWARE)
     parsed.dtype = served_dtype(command.engine_args(parsed))
     if config.enable_chunk_cache:
         refuse_unsupported(command.engine_args(parsed))
