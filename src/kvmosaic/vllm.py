@@ -1,4 +1,4 @@
-"""``from kvmosaic.vllm import LLM``: vLLM's own class, with a chunk cache."""
+"""``from kvmosaic.vllm import LLM``: vLLM's own class, with a chunk cache. ``ChunkMiddleware`` is for its server."""
 
 try:
     import vllm  # noqa: F401
@@ -8,6 +8,7 @@ except ImportError as error:
         "GPU, make .venv-vllm/.ready and use .venv-vllm/bin/kvmosaic"
     ) from None
 
+from kvmosaic.engines.vllm.http.middleware import ChunkMiddleware
 from kvmosaic.engines.vllm.llm import LLM
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "ChunkMiddleware"]

@@ -21,6 +21,9 @@ def serve(
         typer.Option(help="Text that also splits prompts into chunks; see `kvmosaic separator`."),
     ] = None,
     min_chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of the shortest chunk that is stored.")] = None,
+    chunk_sources: Annotated[
+        str | None, typer.Option(help="What else are documents: none, all, or some of 'documents,parts,tools,auto'.")
+    ] = None,
     client_parameters: Annotated[
         str | None, typer.Option(help="What requests may ask for: all, none, or names like 'policy,report'.")
     ] = None,
@@ -59,7 +62,7 @@ def serve(
         from kvmosaic.engines.vllm.compat.server import ServeCommand
     except ImportError as error:
         raise ConfigError(str(error)) from None
-    from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
+    from kvmosaic.engines.vllm.arguments import MIDDLEWARE, engine_arguments, refuse_unsupported, served_dtype
     from kvmosaic.models import CATALOG, resolve
 
     options = list(context.args)
@@ -67,6 +70,9 @@ def serve(
         ours = engine_arguments(config)
         transfer = json.dumps(ours["kv_transfer_config"])
         options += ["--worker-cls", ours["worker_cls"], "--kv-transfer-config", transfer]
+        names_or_reports = config.sources - {"auto"} or "report" in config.allowed_parameters
+        if names_or_reports and MIDDLEWARE not in options:
+            options += ["--middleware", MIDDLEWARE]
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     command = ServeCommand()
     parsed = command.parse(resolve(model), options)

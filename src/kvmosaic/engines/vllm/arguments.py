@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 WORKER = "kvmosaic.engines.vllm.worker.ChunkWorker"
 CONNECTOR_MODULE = "kvmosaic.engines.vllm.connector"
+CONNECTOR = "ChunkConnector"
+MIDDLEWARE = "kvmosaic.vllm.ChunkMiddleware"
 
 
 def engine_arguments(config: ChunkCacheConfig) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def engine_arguments(config: ChunkCacheConfig) -> dict[str, Any]:
     return {
         "worker_cls": WORKER,
         "kv_transfer_config": {
-            "kv_connector": "ChunkConnector",
+            "kv_connector": CONNECTOR,
             "kv_connector_module_path": CONNECTOR_MODULE,
             "kv_role": "kv_both",
             "kv_connector_extra_config": config.model_dump(mode="json"),

@@ -1,0 +1,54 @@
+"""vLLM's API server, seen from a middleware of it."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ServedEngine:
+    """The engine behind an API server."""
+
+    client: Any
+    model: str
+    connector: str | None
+    """The class of its KV connector, if it has one."""
+    settings: Mapping[str, Any]
+    """What the connector is configured with."""
+
+
+def served_engine(app: Any) -> ServedEngine | None:
+    """The engine behind ``app``; ``None`` as long as there is none."""
+    state = getattr(app, "state", None)
+    config, client = getattr(state, "vllm_config", None), getattr(state, "engine_client", None)
+    if config is None or client is None:
+        return None
+    transfer = config.kv_transfer_config
+    return ServedEngine(
+        client,
+        config.model_config.model,
+        transfer and transfer.kv_connector,
+        (transfer and transfer.kv_connector_extra_config) or {},
+    )
+
+
+def watch_transfer_params(client: Any, watcher: Callable[[], Callable[[Any], None] | None]) -> None:
+    """Show what the connector answers to a request, which streams leave out. ``watcher`` is asked when a request
+    begins, in the context of its HTTP request, whom to show it to."""
+    generate = client.generate
+
+    def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        outputs = generate(*args, **kwargs)
+        show = watcher()
+        return outputs if show is None else _shown(outputs, show)
+
+    client.generate = watched
+
+
+async def _shown(outputs: Any, show: Callable[[Any], None]) -> AsyncIterator[Any]:
+    async with aclosing(outputs):  # who stops listening aborts the request at once
+        async for output in outputs:
+            if output.kv_transfer_params is not None:
+                show(output.kv_transfer_params)
+            yield output

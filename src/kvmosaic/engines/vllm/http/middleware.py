@@ -1,0 +1,59 @@
+"""The middleware of vLLM's HTTP server that names a request's documents and brings reports to clients."""
+
+import logging
+from typing import Any
+
+from kvmosaic.core.config import ChunkCacheConfig, load_config
+from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.engines.vllm.arguments import CONNECTOR
+from kvmosaic.engines.vllm.compat.api_server import served_engine, watch_transfer_params
+from kvmosaic.engines.vllm.http.answer import HEADER, AnswerWithReport
+from kvmosaic.engines.vllm.http.asgi import App, Receive, Scope, Send
+from kvmosaic.engines.vllm.http.report import ReportNote, keep_report, report_taker
+from kvmosaic.engines.vllm.http.request import DocumentNamer, NamedRequest
+from kvmosaic.engines.vllm.http.sources import FIELDS
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkMiddleware:
+    """For ``vllm serve --middleware kvmosaic.vllm.ChunkMiddleware``; ``kvmosaic serve`` adds it by itself.
+
+    It adds ``kv_transfer_params`` to requests that generate text, and never changes what the model reads. With an
+    engine that has no chunk cache it does nothing.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._config: ChunkCacheConfig | None = None
+        self._has_looked = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or whatever else a server tells its application."""
+        path = ""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+        config = self._engine_config(scope.get("app")) if path in FIELDS else None
+        if config is None:
+            await self._app(scope, receive, send)
+            return
+        note = ReportNote()
+        if "report" in config.allowed_parameters:
+            note.is_asked_for = (HEADER, b"report") in ((name, value.lower()) for name, value in scope["headers"])
+            keep_report(note)
+            send = AnswerWithReport(send, note)
+        await self._app(scope, NamedRequest(scope, receive, DocumentNamer(config, path, note)), send)
+
+    def _engine_config(self, app: Any) -> ChunkCacheConfig | None:
+        """The engine's settings, if it has a chunk cache. They are looked for until there is an engine."""
+        engine = None if self._has_looked else served_engine(app)
+        if engine is None:
+            return self._config
+        self._has_looked = True
+        if engine.connector == CONNECTOR:
+            try:
+                self._config = load_config(engine.model, **engine.settings)
+            except KvmosaicError as error:
+                logger.error("documents are not named, as the settings cannot be read: %s", error)
+            watch_transfer_params(engine.client, report_taker)
+        return self._config

@@ -1,0 +1,89 @@
+"""A request on its way to the server: its documents are named, all else stays as the client sent it."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.limits import MAX_DOCUMENTS
+from kvmosaic.engines.vllm.http.asgi import Message, Receive, Scope
+from kvmosaic.engines.vllm.http.body import RequestBody
+from kvmosaic.engines.vllm.http.report import ReportNote
+from kvmosaic.engines.vllm.http.sources import FIELDS, find_sources
+
+MAX_BODY = 32 * 2**20
+"""Maximum bytes of a request in which documents are looked for."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DocumentNamer:
+    """Adds parameters to the bodies of requests."""
+
+    config: ChunkCacheConfig
+    path: str
+    note: ReportNote
+
+    def name_documents(self, sent: bytes) -> bytes:
+        """The body with the parameters that follow from it."""
+        try:
+            body = RequestBody(sent)
+            added = self._documents(body)
+            if self.note.is_asked_for and body.parameter("report") is None:
+                added["report"] = True
+            self.note.is_asked_for |= body.parameter("report") is True
+            return body.with_parameters(added) if added else sent
+        except (ValueError, RecursionError):  # the server says what is wrong, or can read it all the same
+            return sent
+        except Exception:  # whatever a client found: its request is served without
+            logger.exception("the documents of a request cannot be named")
+            return sent
+
+    def _documents(self, body: RequestBody) -> dict[str, Any]:
+        named, config = body.documents(), self.config
+        is_off = body.parameter("chunk_cache") is False or body.parameter("boundaries") is not None
+        if is_off or named is None or not FIELDS[self.path] or not config.sources - {"auto"}:
+            return {}
+        found = find_sources(body.read(FIELDS[self.path]), config.sources, config.min_chunk_tokens, MAX_DOCUMENTS)
+        known = {name.strip() for name in named}
+        further = [text for text in found.documents if text not in known][: max(0, MAX_DOCUMENTS - len(named))]
+        added: dict[str, Any] = {"documents": [*named, *further]} if further else {}
+        if config.chunk_separator and found.question and body.parameter("question") is None:
+            added["question"] = found.question
+        return added
+
+
+class NamedRequest:
+    """Gives the server the changed body. The client's is read when the server asks for it and not before: of a
+    request that the server refuses by its headers nothing is read."""
+
+    def __init__(self, scope: Scope, receive: Receive, namer: DocumentNamer) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._namer = namer
+        self._is_read = False
+
+    async def __call__(self) -> Message:
+        """The next message of the client."""
+        if self._is_read:
+            return await self._receive()
+        self._is_read = True
+        body, has_more = bytearray(), True
+        while has_more and len(body) <= MAX_BODY:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            body += message.get("body", b"")
+            has_more = message.get("more_body", False)
+        sent = bytes(body)
+        if len(sent) <= MAX_BODY:
+            sent = self._namer.name_documents(sent)
+            self._set_length(len(sent))
+        return {"type": "http.request", "body": sent, "more_body": has_more}
+
+    def _set_length(self, length: int) -> None:
+        """In the scope itself, where the server looks after it has read the body."""
+        self._scope["headers"] = [
+            (name, b"%d" % length if name == b"content-length" else value) for name, value in self._scope["headers"]
+        ]

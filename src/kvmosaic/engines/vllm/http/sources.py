@@ -1,0 +1,168 @@
+"""Which texts of a request to the HTTP server are documents, and which one is the question."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("documents", "messages"),
+    "/v1/messages": ("system", "messages"),
+    "/v1/responses": ("input",),
+    "/v1/completions": (),
+}
+"""Paths of requests that generate text, and the fields of each that may hold documents."""
+
+# "Source 1: ", "[2] ", "3. " or a tag with a number: it says where a document stands, not what it is.
+_LABEL = re.compile(
+    r"\s*(?:[\[(*#]{0,4}[^\W\d_]{0,20}[ \t]?#?\d{1,4}[\])*:.]{1,4}(?=\s)|<[^<>\n\d]{1,80}\d[^<>\n]{0,80}>)"
+)
+_TEXT_PARTS = ("text", "input_text")
+_DOCUMENT_PARTS = ("document", "search_result")
+_TOOL_ROLES = ("tool", "function")
+_SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What was found in a request."""
+
+    documents: tuple[str, ...] = ()
+    """Texts without numbers before them and blanks around them, none twice."""
+    question: str | None = None
+    """What is asked last, if it is a part of its message."""
+
+
+def find_sources(body: Mapping[str, Any], wanted: Collection[str], min_length: int, most: int) -> Sources:
+    """The documents of a request's ``body``, by those of ``config.sources`` that are ``wanted``. At most ``most``
+    texts count, and none of fewer than ``min_length`` characters.
+
+    The last text part of a user's message is a question and never a document, unless another message of the user
+    follows it directly. The assistant's messages are answers. So what a text is does not change as the conversation
+    goes on, and vLLM's prefix cache finds it again. The first part of a system prompt is no document either: as the
+    prompt begins with it, that cache serves it exactly.
+    """
+    names = (_without_label(text) for source, text in _texts(body) if source in wanted)
+    return Sources(tuple(islice(_each_once(names, min_length), most)), _question(body))
+
+
+def _without_label(text: str) -> str:
+    label = _LABEL.match(text)
+    return text[label.end() if label else 0 :].strip()
+
+
+def _each_once(names: Iterator[str], min_length: int) -> Iterator[str]:
+    seen: set[str] = set()
+    for name in names:
+        if len(name) >= min_length and name not in seen:
+            seen.add(name)
+            yield name
+
+
+def _texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Texts that may be documents, each with its source."""
+    for text in _all_strings(body.get("documents")):
+        yield "documents", text
+    for part in _list(body.get("system"))[1:]:
+        yield from _of_part(part)
+    messages = _messages(body)
+    for index, message in enumerate(messages):
+        if message.get("type") == "function_call_output":
+            yield from (("tools", text) for text in _strings(message.get("output")))
+        elif message.get("role") in _TOOL_ROLES:
+            yield from (("tools", text) for text in _strings(message.get("content")))
+        else:
+            for part in _context_parts(messages, index):
+                yield from _of_part(part)
+
+
+def _context_parts(messages: list[dict[str, Any]], index: int) -> list[Any]:
+    """The parts of a message that are neither the system prompt nor a question or an answer."""
+    role, parts = messages[index].get("role"), _list(messages[index].get("content"))
+    if role == "assistant":
+        return []
+    if role in _SYSTEM_ROLES and index == 0:
+        return parts[1:]
+    if role == "user" and not _is_followed_by_user(messages, index):
+        last = _last_text(parts)
+        return [part for place, part in enumerate(parts) if place != last]
+    return parts
+
+
+def _is_followed_by_user(messages: list[dict[str, Any]], index: int) -> bool:
+    return index + 1 < len(messages) and messages[index + 1].get("role") == "user"
+
+
+def _of_part(part: Any) -> Iterator[tuple[str, str]]:
+    """Documents in a part of a message. Parts of other kinds, like images, have none."""
+    text = _text(part)
+    if text is not None:
+        yield "parts", text
+    elif isinstance(part, dict) and part.get("type") == "tool_result":
+        yield from (("tools", text) for text in _strings(part.get("content")))
+    elif isinstance(part, dict) and part.get("type") in _DOCUMENT_PARTS:
+        source = part.get("source")
+        if isinstance(source, dict):
+            part = source
+        for content in (part.get("content"), part.get("data") if part.get("type") == "text" else None):
+            yield from (("documents", text) for text in _strings(content))
+
+
+def _question(body: Mapping[str, Any]) -> str | None:
+    """The last text part of the last message in which the user says something."""
+    for message in reversed(_messages(body)):
+        content = message.get("content")
+        if message.get("role") != "user" or not content:
+            continue
+        parts = _list(content)
+        last = _last_text(parts)
+        if last >= 0:
+            return (_text(parts[last]) or "").strip() or None
+        if isinstance(content, str):
+            return None
+    return None
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = _list(body.get("messages")) or _list(body.get("input"))
+    return [message for message in messages if isinstance(message, dict)]
+
+
+def _last_text(parts: list[Any]) -> int:
+    """Index of the last part that is text, or -1."""
+    return next((index for index in reversed(range(len(parts))) if _text(parts[index]) is not None), -1)
+
+
+def _strings(content: Any) -> Iterator[str]:
+    """The texts of what may be one text or a list of parts."""
+    if isinstance(content, str):
+        yield content
+    for part in _list(content):
+        text = _text(part)
+        if text is not None:
+            yield text
+
+
+def _text(part: Any) -> str | None:
+    """The text of a part, if it is one."""
+    if isinstance(part, dict) and part.get("type") in _TEXT_PARTS:
+        part = part.get("text")
+    return part if isinstance(part, str) else None
+
+
+def _all_strings(value: Any) -> Iterator[str]:
+    """Every text in a list of documents, which are texts or objects; templates differ in which keys they write."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting.extend(reversed(value.values()))
+        else:
+            waiting.extend(reversed(_list(value)))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
