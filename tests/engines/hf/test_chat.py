@@ -84,12 +84,11 @@ def test_sources_can_be_switched_off(narrow, tokenizer):
 
 def test_a_question_cannot_cut_its_prompt(narrow, tokenizer):
     with LLM(narrow, tokenizer, chunk_separator=" # # ", min_chunk_tokens=1, **SETTINGS) as llm:
-        asked = "Is # # this # # a chunk?"
-        talk = [{"role": "user", "content": f"Read. # # {FERRY} # # {BAKERY} # # "}]
-        separated = llm.chat(talk, **GREEDY)[0]
-        assert separated.chunks == ()  # all of it is the question
-        talk.append({"role": "user", "content": asked})
+        marked, asked = f"Read. # # {FERRY} # # {BAKERY} # # ", "Is # # this # # a chunk?"
+        talk = [{"role": "user", "content": marked}, {"role": "user", "content": texts(asked)}]
         assert len(llm.chat(talk, **GREEDY)[0].chunks) == 2
+        # In a message of one text nobody knows where the question begins.
+        assert len(llm.chat([{"role": "user", "content": marked + asked}], **GREEDY)[0].chunks) == 4
 
 
 def test_prompts_are_those_of_the_chat_template(llm):

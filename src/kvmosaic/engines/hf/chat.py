@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from kvmosaic.core.errors import PromptError
-from kvmosaic.core.messages import documents_in, texts_of
+from kvmosaic.core.sources import find_sources, texts_of
 
 PARAGRAPH = "\n\n"
 """What stands between documents, and between messages where there is no chat format."""
@@ -38,12 +38,12 @@ def chat_prompt(
     lead: str = "",
 ) -> ChatPrompt:
     """A conversation in the model's chat format, or as paragraphs if it has none, and how the answer begins. Besides
-    ``documents``, those are documents that :func:`documents_in` finds."""
+    ``documents``, those are documents that :func:`find_sources` finds."""
     if tokenizer is None:
         raise PromptError("this engine has no tokenizer; pass token ids instead of messages")
     if not all(isinstance(message, Mapping) for message in messages):
         raise PromptError("messages must be objects with a role and a content")
-    found, question = documents_in(messages, sources)
+    found = find_sources({"messages": list(messages)}, sources)
     # Parts are lines, as in vLLM: most templates take a text and nothing else.
     flat = [{**message, "content": "\n".join(texts_of(message.get("content")))} for message in messages]
     if tokenizer.chat_template is None:
@@ -56,4 +56,4 @@ def chat_prompt(
             reason = " ".join(str(error).split())
             raise PromptError(f"the model's chat template refuses these messages: {reason}") from None
         tokens = tokenizer.encode(text + lead, add_special_tokens=False)  # the template has written them
-    return ChatPrompt(tokens, [*documents, *found], question)
+    return ChatPrompt(tokens, [*documents, *found.documents], found.question)

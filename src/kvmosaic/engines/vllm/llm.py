@@ -10,7 +10,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.messages import conversations, documents_in, names_for_each
+from kvmosaic.core.messages import conversations, names_for_each
+from kvmosaic.core.sources import find_sources
 from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
 from kvmosaic.models import resolve
 
@@ -48,14 +49,14 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         self, messages: Any, sampling_params: Any = None, *more: Any, documents: Documents = None, **options: Any
     ) -> list[vllm.RequestOutput]:
         """As ``vllm.LLM.chat``. Besides ``documents``, the text parts of messages are chunks, but for the last one of
-        the last user message, and results of tools, as far as ``chunk_sources`` has them."""
+        each user message, and results of tools, as far as ``chunk_sources`` has them."""
         config = self.chunk_cache_config
         talks = conversations(messages)
         params = []
         for talk, names in zip(talks, names_for_each(documents, len(talks)), strict=True):
-            found, question = documents_in(talk, config.sources)
-            named = {"documents": [*names, *found]}
-            params.append(named if config.chunk_separator is None else named | {"question": question})
+            found = find_sources({"messages": list(talk)}, config.sources, config.min_chunk_tokens)
+            named = {"documents": [*names, *found.documents]}
+            params.append(named if config.chunk_separator is None else named | {"question": found.question})
         return super().chat(messages, self._naming(sampling_params, params), *more, **options)
 
     def get_stats(self) -> dict[str, Any]:

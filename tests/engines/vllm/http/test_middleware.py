@@ -18,7 +18,7 @@ from kvmosaic.core.limits import MAX_DOCUMENTS
 from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.http import request as request_module
 from kvmosaic.engines.vllm.http.report import ReportNote, keep_report
-from kvmosaic.engines.vllm.http.sources import FIELDS
+from kvmosaic.engines.vllm.http.request import FIELDS
 from kvmosaic.vllm import ChunkMiddleware
 
 CHAT = "/v1/chat/completions"

@@ -10,8 +10,7 @@ from kvmosaic.engines.vllm.compat.api_server import served_engine, watch_transfe
 from kvmosaic.engines.vllm.http.answer import HEADER, AnswerWithReport
 from kvmosaic.engines.vllm.http.asgi import App, Receive, Scope, Send
 from kvmosaic.engines.vllm.http.report import ReportNote, keep_report, report_taker
-from kvmosaic.engines.vllm.http.request import DocumentNamer, NamedRequest
-from kvmosaic.engines.vllm.http.sources import FIELDS
+from kvmosaic.engines.vllm.http.request import FIELDS, DocumentNamer, NamedRequest
 
 logger = logging.getLogger(__name__)
 

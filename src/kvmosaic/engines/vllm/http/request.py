@@ -1,16 +1,24 @@
 """A request on its way to the server: its documents are named, all else stays as the client sent it."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.limits import MAX_DOCUMENTS
+from kvmosaic.core.sources import find_sources
 from kvmosaic.engines.vllm.http.asgi import Message, Receive, Scope
 from kvmosaic.engines.vllm.http.body import RequestBody
 from kvmosaic.engines.vllm.http.report import ReportNote
-from kvmosaic.engines.vllm.http.sources import FIELDS, find_sources
 
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("documents", "messages"),
+    "/v1/messages": ("system", "messages"),
+    "/v1/responses": ("input",),
+    "/v1/completions": (),
+}
+"""Paths of requests that generate text, and the fields of each that may hold documents."""
 MAX_BODY = 32 * 2**20
 """Maximum bytes of a request in which documents are looked for."""
 
@@ -45,7 +53,7 @@ class DocumentNamer:
         is_off = body.parameter("chunk_cache") is False or body.parameter("boundaries") is not None
         if is_off or named is None or not FIELDS[self.path] or not config.sources - {"auto"}:
             return {}
-        found = find_sources(body.read(FIELDS[self.path]), config.sources, config.min_chunk_tokens, MAX_DOCUMENTS)
+        found = find_sources(body.read(FIELDS[self.path]), config.sources, config.min_chunk_tokens)
         known = {name.strip() for name in named}
         further = [text for text in found.documents if text not in known][: max(0, MAX_DOCUMENTS - len(named))]
         added: dict[str, Any] = {"documents": [*named, *further]} if further else {}

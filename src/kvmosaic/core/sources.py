@@ -1,4 +1,4 @@
-"""Which texts of a request to the HTTP server are documents, and which one is the question."""
+"""Which texts of a conversation are documents, and which one is the question."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "/v1/chat/completions": ("documents", "messages"),
-    "/v1/messages": ("system", "messages"),
-    "/v1/responses": ("input",),
-    "/v1/completions": (),
-}
-"""Paths of requests that generate text, and the fields of each that may hold documents."""
+from kvmosaic.core.limits import MAX_DOCUMENTS
 
 # "Source 1: ", "[2] ", "3. " or a tag with a number: it says where a document stands, not what it is.
 _LABEL = re.compile(
@@ -34,9 +28,11 @@ class Sources:
     """What is asked last, if it is a part of its message."""
 
 
-def find_sources(body: Mapping[str, Any], wanted: Collection[str], min_length: int, most: int) -> Sources:
-    """The documents of a request's ``body``, by those of ``config.sources`` that are ``wanted``. At most ``most``
-    texts count, and none of fewer than ``min_length`` characters.
+def find_sources(
+    body: Mapping[str, Any], wanted: Collection[str], min_length: int = 1, most: int = MAX_DOCUMENTS
+) -> Sources:
+    """The documents of a request's ``body``, of any API that vLLM serves, by those of ``config.sources`` that are
+    ``wanted``. At most ``most`` texts count, and none of fewer than ``min_length`` characters.
 
     The last text part of a user's message is a question and never a document, unless another message of the user
     follows it directly. The assistant's messages are answers. So what a text is does not change as the conversation
@@ -69,9 +65,9 @@ def _texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     messages = _messages(body)
     for index, message in enumerate(messages):
         if message.get("type") == "function_call_output":
-            yield from (("tools", text) for text in _strings(message.get("output")))
+            yield from (("tools", text) for text in texts_of(message.get("output")))
         elif message.get("role") in _TOOL_ROLES:
-            yield from (("tools", text) for text in _strings(message.get("content")))
+            yield from (("tools", text) for text in texts_of(message.get("content")))
         else:
             for part in _context_parts(messages, index):
                 yield from _of_part(part)
@@ -100,13 +96,13 @@ def _of_part(part: Any) -> Iterator[tuple[str, str]]:
     if text is not None:
         yield "parts", text
     elif isinstance(part, dict) and part.get("type") == "tool_result":
-        yield from (("tools", text) for text in _strings(part.get("content")))
+        yield from (("tools", text) for text in texts_of(part.get("content")))
     elif isinstance(part, dict) and part.get("type") in _DOCUMENT_PARTS:
         source = part.get("source")
         if isinstance(source, dict):
             part = source
         for content in (part.get("content"), part.get("data") if part.get("type") == "text" else None):
-            yield from (("documents", text) for text in _strings(content))
+            yield from (("documents", text) for text in texts_of(content))
 
 
 def _question(body: Mapping[str, Any]) -> str | None:
@@ -134,7 +130,7 @@ def _last_text(parts: list[Any]) -> int:
     return next((index for index in reversed(range(len(parts))) if _text(parts[index]) is not None), -1)
 
 
-def _strings(content: Any) -> Iterator[str]:
+def texts_of(content: Any) -> Iterator[str]:
     """The texts of what may be one text or a list of parts."""
     if isinstance(content, str):
         yield content

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.core.limits import MAX_DOCUMENTS
-from kvmosaic.engines.vllm.http.sources import Sources, find_sources
+from kvmosaic.core.sources import Sources, find_sources
 
 ALL = ("documents", "parts", "tools")
 
