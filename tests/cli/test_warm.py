@@ -22,7 +22,11 @@ def corpus(tmp_path, monkeypatch):
     (folder / "a.txt").write_text("The ferry Cormorant leaves at 6:40 from the pier.\n")
     (folder / ".hidden").write_text("not a document")
     lines = [
-        json.dumps({"text": text, "id": 7}) for text in ("Stormcap is a blue goat cheese of Sill Island.", "The library is closed on Mondays and Sundays.")
+        json.dumps({"text": text, "id": 7})
+        for text in (
+            "Stormcap is a blue goat cheese of Sill Island.",
+            "The library is closed on Mondays and Sundays.",
+        )
     ]
     (folder / "more" / "b.jsonl").write_text("\n\n".join(lines))
     return folder
