@@ -5,8 +5,6 @@ from typing import Annotated
 import typer
 
 from kvmosaic.cli.output import JsonOption, console, print_json
-from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.core.separator import random_separator
 
 
 def separator(
@@ -16,6 +14,9 @@ def separator(
     json: JsonOption = False,
 ) -> None:
     """Print a random separator, for the setting chunk_separator and for whoever writes prompts."""
+    from kvmosaic.core.parser import ChunkTokenParser  # here, because it needs numpy
+    from kvmosaic.core.separator import random_separator
+
     tokenizer = None
     if model is not None:
         from transformers import AutoTokenizer  # which takes seconds
