@@ -141,6 +141,11 @@ def test_evicted_is_told_apart_from_new() -> None:
     assert reasons.count(MissReason.EVICTED) == 2
     assert reasons[4] is MissReason.NEW
     assert store.get_stats()["evictions"] == 2
+    assert [store.note_miss(make_entry(number).key) for number in range(5) if reasons[number]] == [
+        reason for reason in reasons if reason
+    ]
+    misses = store.get_stats()["misses_by_reason"]
+    assert (misses["evicted"], misses["new"], sum(misses.values())) == (4, 2, 6)
 
 
 def test_disk_hit_is_promoted(tmp_path: Path) -> None:

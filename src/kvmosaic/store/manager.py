@@ -72,9 +72,19 @@ class ChunkStorageManager:
             if reason is None and held is not None and self._stack.index.lookup(key) is not None:
                 reason = MissReason.SLOW
             if reason is None:
-                reason = MissReason.EVICTED if self._stack.index.was_evicted(key) else MissReason.NEW
+                reason = self._why_absent(key)
             self._misses[reason] += counted
         return LookupResult(None, None, reason)
+
+    def note_miss(self, key: ChunkKey) -> MissReason:
+        """Count a miss of ``key``, which others found to be absent."""
+        with self._lock:
+            reason = self._why_absent(key)
+            self._misses[reason] += 1
+        return reason
+
+    def _why_absent(self, key: ChunkKey) -> MissReason:
+        return MissReason.EVICTED if self._stack.index.was_evicted(key) else MissReason.NEW
 
     def _found(self, entry: ChunkKV, tier: str, counted: bool) -> LookupResult:
         with self._lock:

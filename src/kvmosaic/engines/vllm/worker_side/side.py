@@ -144,6 +144,9 @@ class WorkerSide:
             self.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
         if work.clear:
             self._clear()
+        for missed in work.missed:
+            reason = self.cache.store.note_miss(self.cache.key_of_hash(*missed))
+            self.stats.count_alike("chunk_misses", reason)
         for request_id in work.released:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
