@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, EntryKind
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError
 from kvmosaic.store.codec import NO_CHECKSUM, Encoding, decode_from
@@ -80,11 +80,13 @@ def write_entry(path: Path, entry: ChunkKV, seal: Seal) -> int:
         os.close(descriptor)
 
 
-def read_key(path: Path) -> ChunkKey:
-    """The key a file says it holds, from its header alone; also checks that the file has its full size."""
+def read_key(path: Path) -> tuple[ChunkKey, EntryKind | None]:
+    """The key a file says it holds, and what for, from its header alone; also checks that the file has its full
+    size."""
     with opened(path) as descriptor:
         try:
-            return ChunkKey.parse(read_header(_File(descriptor)).fields["key"])
+            header = read_header(_File(descriptor))
+            return ChunkKey.parse(header.fields["key"]), header.kind
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptEntryError(f"unreadable header: {repr(error)[:500]}") from error
 

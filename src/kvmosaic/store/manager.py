@@ -32,6 +32,7 @@ class ChunkStorageManager:
         self._hits: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
         self._fetched_from: dict[ChunkKey, str] = {}
+        self._kept: set[ChunkKey] = set()
 
     def absent(self, keys: Iterable[ChunkKey]) -> Collection[tuple[int, ChunkKey]]:
         """Ask tiers on other machines about all ``keys`` in one go: what the lookups that follow need not ask for."""
@@ -90,6 +91,7 @@ class ChunkStorageManager:
         with self._lock:
             name = self._fetched_from.pop(entry.key, tier)
             self._hits[name] += counted
+            self._stack.index.describe(entry.key, entry.kind, hits=counted)
             # In all tiers, or the slower ones would evict what is so popular that they never see it.
             for policy in self._stack.policies.values():
                 policy.touch(entry.key)
@@ -154,6 +156,7 @@ class ChunkStorageManager:
             if stack.contains(entry.key, far=False):
                 return True
             taken = stack.place(entry)
+            stack.index.describe(entry.key, entry.kind)
             below = len(stack.tiers) > 1 and (taken or stack.can_hold(entry))
             queued = below and stack.enqueue(entry, level=1)
             return taken or queued
@@ -175,6 +178,20 @@ class ChunkStorageManager:
             with self._lock:
                 self._stack.unpin(held)
 
+    def keep(self, keys: Iterable[ChunkKey]) -> None:
+        """Keep ``keys`` from being evicted until :meth:`let_go`; once is enough."""
+        with self._lock:
+            new = set(keys) - self._kept
+            self._stack.pin(new)
+            self._kept |= new
+
+    def let_go(self, keys: Iterable[ChunkKey]) -> None:
+        """Undo :meth:`keep`."""
+        with self._lock:
+            kept = set(keys) & self._kept
+            self._stack.unpin(kept)
+            self._kept -= kept
+
     def take_changes(self) -> dict[ChunkKey, str | None]:
         """For every key that came, moved or went since the last call (at the first: for all), the fastest tier that
         now has it."""
@@ -191,10 +208,23 @@ class ChunkStorageManager:
         """All entries this process knows of, each with the fastest tier that holds it."""
         index = self._stack.index
         with self._lock:
-            records = [(key, dict(record.nbytes), key in index.pins) for key, record in index]
-        for key, nbytes, pinned in records:
+            records = [
+                (key, dict(record.nbytes), (key in index.pins, record.since, record.hits, record.kind))
+                for key, record in index
+            ]
+        for key, nbytes, rest in records:
             tier = next(tier.name for tier in self._stack.tiers if tier.name in nbytes)
-            yield EntryInfo(key, nbytes[tier], tier, pinned)
+            yield EntryInfo(key, nbytes[tier], tier, *rest)
+
+    def peek(self, key: ChunkKey) -> ChunkKV | None:
+        """The entry of ``key``, if it is in memory. Counts for nothing."""
+        return next(filter(None, (tier.get(key) for tier in self._stack.tiers if not tier.lasts)), None)
+
+    def remove(self, keys: Iterable[ChunkKey]) -> None:
+        """Remove some entries from all tiers, pinned ones too, which are then not kept any more."""
+        doomed = list(keys)
+        self.let_go(doomed)
+        self._stack.remove(doomed)
 
     def clear(self, matching: Callable[[ChunkKey], bool] = lambda key: True) -> None:
         """Remove entries from all tiers, pinned ones too: those whose key is ``matching``, by default all.

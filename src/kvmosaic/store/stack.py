@@ -35,6 +35,7 @@ class TierStack(KnownTiers):
             for info in self._scan(tier):
                 # Opening a store evicts nothing, even if there is more than this process would keep.
                 super()._adopt(level, info.key, info.nbytes)
+                self.index.describe(info.key, info.kind, since=info.since)
 
     def contains(self, key: ChunkKey, far: bool = True) -> bool:
         """Whether ``key`` is in some tier, or on its way to one. Unless ``far``, slow tiers are not asked: what is
@@ -96,11 +97,20 @@ class TierStack(KnownTiers):
     def clear(self, matching: Callable[[ChunkKey], bool]) -> None:
         """Delete the entries whose key is ``matching`` from every tier, known or not."""
         self.flush()
+        self._clear(matching, lambda tier: [info.key for info in self._scan(tier)])
+
+    def remove(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete some entries from every tier."""
+        if any(self.writer.get(key) is not None for key in keys):
+            self.flush()  # what is being written cannot be called back
+        self._clear(set(keys).__contains__, lambda tier: list(keys))
+
+    def _clear(self, matching: Callable[[ChunkKey], bool], keys_in: Callable[[Tier], list[ChunkKey]]) -> None:
         with self.lock:
             self.clears += 1
             self.writer.discard(matching)
         for tier in self.tiers:
-            there = [info.key for info in self._scan(tier)]
+            there = keys_in(tier)
             with self.lock:
                 known = [key for key, record in self.index if tier.name in record.nbytes]
                 cleared = [key for key in dict.fromkeys([*known, *there]) if matching(key)]

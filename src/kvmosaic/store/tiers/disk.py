@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import xxhash
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, EntryKind
 from kvmosaic.core.heads import KEY_PART
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
@@ -133,11 +133,12 @@ class DiskTier(Tier):
             self.progress += 1
             if _ENTRY_NAME.fullmatch(path.name):
                 found.append((status.st_mtime_ns, status.st_size, path))
-        for _, size, path in sorted(found):
+        for written_ns, size, path in sorted(found):
             self.progress += 1
-            key = self._key_of(path)
-            if key is not None:
-                yield EntryInfo(key, size, self.name, pinned=False)
+            label = self._label_of(path)
+            if label is not None:
+                key, kind = label
+                yield EntryInfo(key, size, self.name, pinned=False, since=written_ns / 1e9, kind=kind)
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Regular files four levels down, and nothing that a link leads to."""
@@ -159,12 +160,12 @@ class DiskTier(Tier):
                     if stat.S_ISREG(status.st_mode):
                         yield Path(each.path), status
 
-    def _key_of(self, path: Path) -> ChunkKey | None:
+    def _label_of(self, path: Path) -> tuple[ChunkKey, EntryKind | None] | None:
         try:
-            key = read_key(path)
+            key, kind = read_key(path)
             if self._root / entry_path(key) != path:
                 raise CorruptEntryError(f"holds the entry of another key, {key}")
-            return key
+            return key, kind
         except CorruptEntryError as error:
             self._set_aside(path, error)
         except FileNotFoundError:

@@ -31,6 +31,7 @@ from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.blender import Blender
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer
+from kvmosaic.engines.vllm.worker_side.documents import StoredDocuments
 from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
@@ -90,6 +91,7 @@ class WorkerSide:
         }
         self._fingerprint = format_fingerprint(weights=self.weights.identity, **self._format)
         self.cache = self._open_cache(device_pool, kv_format)
+        self.documents = StoredDocuments(self.cache)
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
         self.fetcher = ChunkFetcher(self.cache.store)
         self._filler = ChunkFiller(self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats)
@@ -143,7 +145,7 @@ class WorkerSide:
         if not is_stale:
             self.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
         if work.clear:
-            self._clear()
+            self.clear()
         for missed in work.missed:
             reason = self.cache.store.note_miss(self.cache.key_of_hash(*missed))
             self.stats.count_alike("chunk_misses", reason)
@@ -160,7 +162,8 @@ class WorkerSide:
             self.fetcher.release(load.request_id)
         self._filler.fill_in_background(work.fills, work.fill_slice)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all chunks of this model and tenant."""
         self.blender.clear()
         try:
             self.cache.clear()
