@@ -1,8 +1,10 @@
 """The command line: as a user runs it, in a process of its own, and in this one where that shows the same."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -139,7 +141,11 @@ def test_generate_reads_stdin(narrow_folder, monkeypatch):
 
 
 def test_store_ls_and_purge(stored):
-    assert len(kvmosaic_here("store", "ls", "--path", stored, "--json")["entries"]) == 4
+    entries = kvmosaic_here("store", "ls", "--path", stored, "--json")["entries"]
+    assert len(entries) == 4
+    assert {entry["kind"] for entry in entries} == {"document"}
+    assert all(time.time() - 600 < entry["stored_at"] <= time.time() for entry in entries)
+    assert len(re.findall(r"document.* \d+ (s|min)\b", run_here("store", "ls", "--path", stored).stdout)) == 4
     assert len(kvmosaic_here("store", "ls", "--path", stored, "--tenant", "a", "--json")["entries"]) == 2
     assert kvmosaic_here("store", "purge", "--path", stored, "--tenant", "a", "--json")["deleted"] == 2
     assert len(kvmosaic_here("store", "ls", "--path", stored, "--json")["entries"]) == 2

@@ -392,3 +392,16 @@ def test_whatever_goes_wrong_is_a_row(monkeypatch):
 
     monkeypatch.setattr(machine, "accelerator", lambda _: (broken() for _ in [0]))
     assert rows_of(status=1)["accelerator"] == ("fail", "RuntimeError", "last line")
+
+
+def test_which_documents_the_chat_template_takes(smollm2_folder, tmp_path, no_vllm, monkeypatch):
+    verdict, found, _ = rows_of(smollm2_folder)["chat template"]
+    assert verdict == "ok"
+    assert "from content parts, tool results" in found
+    assert 'the field "documents" never' in found
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SOURCES", "documents")
+    verdict, _, advice = rows_of(smollm2_folder)["chat template"]
+    assert verdict == "warn"
+    assert "name their documents" in advice
+    verdict, found, _ = rows_of(folder(tmp_path))["chat template"]
+    assert (verdict, found) == ("warn", "its tokenizer cannot be read, not checked")

@@ -3,7 +3,9 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,11 @@ def test_evicted_is_told_apart_from_new() -> None:
     assert reasons.count(MissReason.EVICTED) == 2
     assert reasons[4] is MissReason.NEW
     assert store.get_stats()["evictions"] == 2
+    assert [store.note_miss(make_entry(number).key) for number in range(5) if reasons[number]] == [
+        reason for reason in reasons if reason
+    ]
+    misses = store.get_stats()["misses_by_reason"]
+    assert (misses["evicted"], misses["new"], sum(misses.values())) == (4, 2, 6)
 
 
 def test_disk_hit_is_promoted(tmp_path: Path) -> None:
@@ -427,3 +434,70 @@ def test_a_pipe_named_like_an_entry_is_passed_over(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     os.mkfifo(folder / f"{'0' * 32}-5.safetensors")
     assert not list(two_tiers(tmp_path).scan())
+
+
+# --- what is known of entries, and what is done to single ones
+
+
+def test_age_hits_and_kind_are_known_and_what_files_tell_outlives_a_process(tmp_path: Path) -> None:
+    store, start = two_tiers(tmp_path), time.time()
+    tail, document, unknown = make_entry(1), make_entry(2), make_entry(3)
+    store.put(replace(tail, kind="system-tail"))
+    store.put(replace(document, kind="document"))
+    store.put(unknown)
+    for _ in range(3):
+        find(store, document)
+    store.lookup(tail.key, tail.tokens, tail.context, counted=False)
+
+    def told(store: ChunkStorageManager) -> dict[ChunkKey, tuple[int | None, str | None]]:
+        infos = list(store.scan())
+        assert all(info.since is not None and start - 1 < info.since < time.time() + 1 for info in infos)
+        return {info.key: (info.hits, info.kind) for info in infos}
+
+    assert told(store) == {tail.key: (0, "system-tail"), document.key: (3, "document"), unknown.key: (0, None)}
+    store.close()
+    later = two_tiers(tmp_path)
+    assert told(later) == {tail.key: (0, "system-tail"), document.key: (0, "document"), unknown.key: (0, None)}
+    found = find(later, document).entry
+    assert found is not None
+    assert found.kind == "document"
+    [file, *_] = tmp_path.rglob(f"{document.key.content_hash.hex()}*")
+    os.utime(file, (1000, 1000))
+    assert [info.since for info in two_tiers(tmp_path).scan() if info.key == document.key] == [1000]
+
+
+def test_what_is_kept_is_not_evicted_until_it_is_let_go() -> None:
+    store = ChunkStorageManager([HostTier(ONE)])
+    kept = make_entry(0)
+    store.put(kept)
+    store.keep([kept.key])
+    store.keep([kept.key])
+    assert not store.put(make_entry(1))
+    assert store.contains(kept.key)
+    store.let_go([kept.key])
+    store.let_go([kept.key])
+    assert store.get_stats()["pinned"] == 0
+    assert store.put(make_entry(1))
+    assert not store.contains(kept.key)
+
+
+def test_single_entries_are_removed_from_all_tiers_others_stay(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=2 * ONE)
+    for number in range(4):
+        store.put(make_entry(number))
+    store.keep([make_entry(0).key])
+    store.remove([make_entry(0).key, make_entry(3).key, make_entry(9).key])  # some still on their way to the disk
+    assert [number for number in range(4) if find(store, make_entry(number)).entry] == [1, 2]
+    assert store.get_stats()["pinned"] == 0
+    store.close()
+    assert {info.key for info in two_tiers(tmp_path).scan()} == {make_entry(1).key, make_entry(2).key}
+
+
+def test_only_memory_is_peeked_into(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=ONE)
+    for number in range(2):
+        store.put(make_entry(number))
+    store.flush()
+    peeked = [store.peek(make_entry(number).key) is not None for number in range(2)]
+    assert sorted(peeked) == [False, True]
+    assert store.get_stats()["cache_hits"] == 0

@@ -47,6 +47,9 @@ def serve(
         bool | None, typer.Option("--prefix-blocks", help="Also store the KV of ordinary prompts and answers.")
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Whose entries these are.")] = None,
+    chunk_admin_key: Annotated[
+        str | None, typer.Option(help="Not here: KVMOSAIC_CHUNK_ADMIN_KEY opens /kvmosaic/, see docs/usage.md.")
+    ] = None,
 ) -> None:
     """Start vLLM's OpenAI server with a chunk cache. All other options go to ``vllm serve``."""
     settings = {name: value for name, value in context.params.items() if name != "model" and value is not None}

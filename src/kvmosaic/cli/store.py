@@ -1,6 +1,7 @@
 """``kvmosaic store``: look after the entries on disk or in a remote store."""
 
 import os
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -71,19 +72,21 @@ def ls(
     """List what is stored."""
     with console.status("looking"):
         entries = _select(_open(path, remote), model, tenant, json)
-    total = sum(entry.nbytes for entry in entries)
+    total, now = sum(entry.nbytes for entry in entries), time.time()
     print_table(
         f"{len(entries)} entries, {total / 2**20:.1f} MiB",
-        ("hash", "tenant", "model", "format", "heads", "tokens", "MiB"),
+        ("hash", "kind", "tenant", "model", "format", "heads", "tokens", "MiB", "age"),
         (
             (
                 key.content_hash.hex(),
+                entry.kind or "–",
                 key.tenant,
                 key.model,
                 key.fingerprint,
                 key.heads,
                 key.num_tokens,
                 f"{entry.nbytes / 2**20:.2f}",
+                _age(entry, now),
             )
             for entry in entries
             for key in (entry.key,)
@@ -91,8 +94,29 @@ def ls(
         json=json,
     )
     if json:
-        rows = [{"key": str(entry.key), "tokens": entry.key.num_tokens, "bytes": entry.nbytes} for entry in entries]
+        rows = [
+            {
+                "key": str(entry.key),
+                "tokens": entry.key.num_tokens,
+                "bytes": entry.nbytes,
+                "kind": entry.kind,
+                "stored_at": entry.since,
+                "hits": entry.hits,
+            }
+            for entry in entries
+        ]
         print_json({"entries": rows, "bytes": total})
+
+
+def _age(entry: "EntryInfo", now: float) -> str:
+    """How long ago an entry was stored, in its largest unit."""
+    if entry.since is None:
+        return "–"
+    seconds = max(0.0, now - entry.since)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 @app.command("stats")

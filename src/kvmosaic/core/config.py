@@ -16,6 +16,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from kvmosaic.core.admin_key import ADMIN_KEY_VARIABLE, AdminKey
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import PROFILE_SETTINGS, broken, load_profile, profile_path
 from kvmosaic.core.remote_url import PASSWORD_VARIABLE, RemoteUrl, without_passwords
@@ -30,7 +31,7 @@ CLIENT_PARAMETERS = ("chunk_cache", "recompute_ratio", "policy", "boundaries", "
 """What a request to the vLLM engine may ask for."""
 CHUNK_SOURCES = ("documents", "parts", "tools", "auto")
 """What a server takes for documents besides those that a request names."""
-SECRETS = (PASSWORD_VARIABLE, STORE_KEY_VARIABLE)
+SECRETS = (PASSWORD_VARIABLE, STORE_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
 """Variables that are no settings: those are logged."""
 LIKENESS = 0.85
 """Of the names of a variable and of a setting, from which on one was meant to be the other."""
@@ -73,6 +74,8 @@ class ChunkCacheConfig(BaseSettings):
     user message), ``tools`` (results of tools), ``auto`` (whatever text comes back behind other beginnings)."""
     client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries,documents,question"
     """Which parameters requests to the vLLM engine may have: ``all``, ``none``, or some of their names."""
+    admin_shows_text: bool = False
+    """Whether those who have the key of ``/kvmosaic/`` may also see how stored documents begin."""
     window_tails: bool = True
     """Whether the vLLM engine stores of layers with a sliding window only what tokens behind a chunk can see. It does
     not with a recompute_ratio and policy that recompute tokens inside chunks, which see more."""
@@ -191,6 +194,7 @@ def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
 def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
     _refuse_misspelt_variables()
     StoreKey.from_environment()  # so that a bad one is known now
+    AdminKey.from_environment()
     try:
         return ChunkCacheConfig(**settings)
     except ConfigError:

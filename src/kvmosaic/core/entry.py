@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, get_args
 
 import torch
 
@@ -14,6 +15,11 @@ VIRTUAL_POS_START = 0
 
 _latest_equal: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 """Two contexts that were found equal last."""
+
+
+EntryKind = Literal["document", "system-tail", "prefix-part"]
+"""Of an entry: a chunk; the end of a system prompt; a piece of an exact prefix."""
+ENTRY_KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class ChunkKV:
     """Tokens the chunk was computed after (sink prefix or system prompt); their own KV is dropped."""
     format: KVFormat
     data: torch.Tensor
+    kind: EntryKind | None = None
+    """What it is for, where that is known: releases before this one did not say so."""
 
     def __post_init__(self) -> None:
         expected = (self.format.heads, self.format.num_elements(len(self.tokens)))
@@ -77,6 +85,7 @@ class ChunkKV:
         k: torch.Tensor,
         v: torch.Tensor,
         tails: WindowTails = WHOLE,
+        kind: EntryKind | None = None,
     ) -> "ChunkKV":
         """Pack K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``, less what ``tails``
         leave out, into an entry."""
@@ -89,7 +98,7 @@ class ChunkKV:
             data = torch.cat([part.reshape(heads, -1) for part in parts], dim=1)
         else:
             data = torch.cat([k.reshape(heads, layers, -1), v.reshape(heads, layers, -1)], dim=-1).view(heads, -1)
-        return cls(key, tuple(tokens), tuple(context), kv_format, data)
+        return cls(key, tuple(tokens), tuple(context), kv_format, data, kind)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of one layer, views; those of the last ``kept``

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.entry import ChunkKV, KVFormat
+from kvmosaic.core.entry import ChunkKV, EntryKind, KVFormat
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey, ContentHasher, format_fingerprint
 from kvmosaic.core.prompt import ChunkedPrompt
@@ -133,10 +133,16 @@ class ChunkCache:
         return found, missing
 
     def put(
-        self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], k: torch.Tensor, v: torch.Tensor
+        self,
+        key: ChunkKey,
+        tokens: Sequence[int],
+        context: Sequence[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kind: EntryKind = "document",
     ) -> ChunkKV:
         """Store the KV of tokens, K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
-        entry = self.entry(key, tokens, context, k, v)
+        entry = self.entry(key, tokens, context, k, v, kind)
         self.keep(entry)
         return entry
 
@@ -146,10 +152,16 @@ class ChunkCache:
             self.store.put(entry)
 
     def entry(
-        self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], k: torch.Tensor, v: torch.Tensor
+        self,
+        key: ChunkKey,
+        tokens: Sequence[int],
+        context: Sequence[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kind: EntryKind = "document",
     ) -> ChunkKV:
         """An entry of such KV, which is not stored yet."""
-        return ChunkKV.from_kv(key, tokens, context, k, v, self._tails)
+        return ChunkKV.from_kv(key, tokens, context, k, v, self._tails, kind)
 
     def take_changes(self, length: int = ANY_LENGTH) -> dict[bytes, str | None]:
         """Chunks for prompts like one of ``length`` tokens that came, moved or went since the last call, at the first

@@ -6,7 +6,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, EntryKind
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import ChunkKey
 
@@ -53,6 +53,11 @@ class EntryInfo(NamedTuple):
     nbytes: int
     tier: str
     pinned: bool
+    since: float | None = None
+    """When it was stored, as far as is known, in seconds since 1970."""
+    hits: int | None = None
+    """Lookups of this process that found it; a tier does not count them."""
+    kind: EntryKind | None = None
 
 
 class CorruptEntryError(KvmosaicError):

@@ -5,7 +5,7 @@ import threading
 import time
 
 from kvmosaic.store.base import TIER_ERRORS, TierDownError
-from kvmosaic.store.due_clears import Matching
+from kvmosaic.store.due_clears import Matching, OneOf
 from kvmosaic.store.known_tiers import KnownTiers
 from kvmosaic.store.unreadable import ERROR_SECONDS
 from kvmosaic.store.writer import BackgroundWriter
@@ -51,8 +51,10 @@ class Clearing:
     def _delete_at(self, level: int) -> None:
         known, tier, due = self._known, self._known.tiers[level], self._known.due.at(level)
         try:
-            there = [info.key for info in tier.scan() if any(matching(info.key) for matching in due)]
-            tier.delete_all(there)
+            named = {key for matching in due if isinstance(matching, OneOf) for key in matching.keys}
+            others = [matching for matching in due if not isinstance(matching, OneOf)]
+            listed = (info.key for info in tier.scan()) if others else ()
+            tier.delete_all([*named, *(key for key in listed if any(matching(key) for matching in others))])
         except TierDownError:  # the writer is told when it is back
             return
         except TIER_ERRORS as error:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from kvmosaic.core.entry import ChunkKV, KVFormat
+from kvmosaic.core.entry import ChunkKV, EntryKind, KVFormat
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.limits import shown
 from kvmosaic.store.base import CorruptEntryError
@@ -44,6 +44,8 @@ class Encoding:
         self._tokens = np.asarray(entry.tokens, "<i4").view(np.uint8)
         self._context = np.asarray(entry.context, "<i4").view(np.uint8)
         self._fields = {"format": FORMAT_NAME, **format_fields(entry.format)}
+        if entry.kind is not None:
+            self._fields["kind"] = entry.kind
 
     def value(self, key: str, first: int, end: int) -> list[memoryview]:
         """Heads from ``first`` to before ``end`` as the entry of ``key``, in two parts that follow one another: all
@@ -91,13 +93,14 @@ class DecodedEntry(NamedTuple):
     format: KVFormat
     kv: Bytes
     """``[heads, bytes]``."""
+    kind: EntryKind | None = None
 
     def entry(self, key: ChunkKey, kv: Bytes) -> ChunkKV:
         """As the entry of ``key``, with ``kv`` of maybe more heads; a :class:`CorruptEntryError` if it is none."""
         kv_format = self.format if len(kv) == self.format.heads else replace(self.format, heads=len(kv))
         try:
             data = torch.from_numpy(kv).view(kv_format.dtype)
-            return ChunkKV(key, _ints(self.tokens), _ints(self.context), kv_format, data)
+            return ChunkKV(key, _ints(self.tokens), _ints(self.context), kv_format, data, self.kind)
         except ValueError as error:
             raise CorruptEntryError(str(error)) from error
 
@@ -154,7 +157,7 @@ def _read(source: HeadSource, key: str, check: EntryCheck) -> DecodedEntry:
     kv, checksums = source.read_heads(*header.kv, kv_format.heads, check.seal)
     if not is_same(fields["head_checksums"], " ".join(checksums)):
         raise ValueError("the checksum of a head does not match")
-    return DecodedEntry(tokens, context, kv_format, kv)
+    return DecodedEntry(tokens, context, kv_format, kv, header.kind)
 
 
 def _checksum(seal: Seal, fields: dict[str, str], tokens: Bytes, context: Bytes) -> str:

@@ -1,11 +1,22 @@
 """Clears that slower tiers have not carried out yet."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from kvmosaic.core.key import ChunkKey
 
 Matching = Callable[[ChunkKey], bool]
 """Whether a key's entry is to be cleared. Equal ones are kept once, however often a tier that is down is cleared."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Whether a key is one of these, which no tier has to be listed for."""
+
+    keys: frozenset[ChunkKey]
+
+    def __call__(self, key: ChunkKey) -> bool:
+        return key in self.keys
 
 
 class DueClears:

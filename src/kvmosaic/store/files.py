@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, EntryKind
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError
 from kvmosaic.store.codec import NO_CHECKSUM, Encoding, decode_from
@@ -99,11 +99,13 @@ def write_entry(folder: int, name: str, entry: ChunkKV, seal: Seal) -> int:
         os.close(descriptor)
 
 
-def read_key(folder: int, name: str) -> ChunkKey:
-    """The key a file says it holds, from its header alone; also checks that the file has its full size."""
+def read_key(folder: int, name: str) -> tuple[ChunkKey, EntryKind | None]:
+    """The key a file says it holds, and what for, from its header alone; also checks that the file has its full
+    size."""
     with opened(folder, name) as descriptor:
         try:
-            return ChunkKey.parse(read_header(_File(descriptor)).fields["key"])
+            header = read_header(_File(descriptor))
+            return ChunkKey.parse(header.fields["key"]), header.kind
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptEntryError(f"unreadable header: {repr(error)[:500]}") from error
 

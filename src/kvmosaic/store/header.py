@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.entry import ENTRY_KINDS, EntryKind, KVFormat
 from kvmosaic.core.window import WindowTails
 from kvmosaic.store.memory import Bytes
 
@@ -55,6 +55,11 @@ class Header(NamedTuple):
     """First and last byte in the source; likewise the others."""
     context: tuple[int, int]
     kv: tuple[int, int]
+
+    @property
+    def kind(self) -> EntryKind | None:
+        """What the entry is for, if it says so and this release knows it."""
+        return next((kind for kind in ENTRY_KINDS if kind == self.fields.get("kind")), None)
 
 
 def read_header(source: Source, most: int = MAX_HEADER_BYTES) -> Header:

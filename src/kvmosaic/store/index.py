@@ -1,9 +1,11 @@
 """What this process knows about every key: where it is, how large, how often pinned."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvmosaic.core.entry import EntryKind
 from kvmosaic.core.key import ChunkKey
 
 REMEMBERED_EVICTIONS = 100_000
@@ -15,6 +17,11 @@ class IndexRecord:
 
     nbytes: dict[str, int] = field(default_factory=dict)
     """Bytes it takes, by name of the tier."""
+    since: float = field(default_factory=time.time)
+    """When it was stored, as far as is known."""
+    hits: int = 0
+    """Counted lookups that found it."""
+    kind: EntryKind | None = None
 
 
 class ChunkHashIndex:
@@ -47,6 +54,16 @@ class ChunkHashIndex:
         self._records.setdefault(key, IndexRecord()).nbytes[tier] = nbytes
         self._evicted.pop(key, None)
         self._note_change(key)
+
+    def describe(self, key: ChunkKey, kind: EntryKind | None, *, since: float | None = None, hits: int = 0) -> None:
+        """Note what is known of an entry besides where it is, if it is anywhere: what it is for, when it was stored,
+        and that so many more lookups found it."""
+        record = self._records.get(key)
+        if record is None:
+            return
+        record.kind = record.kind or kind
+        record.since = record.since if since is None else since
+        record.hits += hits
 
     def remove(self, key: ChunkKey, tier: str, evicted: bool = False) -> None:
         """Note that ``tier`` no longer holds ``key``, and remember for a while if that was an eviction."""

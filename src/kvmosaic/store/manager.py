@@ -9,6 +9,7 @@ from typing import Any
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import EntryInfo, Fetched, LookupResult, MissReason, Tier
+from kvmosaic.store.due_clears import OneOf
 from kvmosaic.store.stack import TierStack
 from kvmosaic.store.tiers.host import in_pinned_memory
 
@@ -33,6 +34,7 @@ class ChunkStorageManager:
         self._hits: Counter[str] = Counter()
         self._misses: Counter[MissReason] = Counter()
         self._fetched_from: dict[ChunkKey, str] = {}
+        self._kept: set[ChunkKey] = set()
 
     def absent(self, keys: Iterable[ChunkKey]) -> Collection[tuple[int, ChunkKey]]:
         """Ask tiers on other machines about all ``keys`` in one go: what the lookups that follow need not ask for."""
@@ -73,14 +75,25 @@ class ChunkStorageManager:
             if reason is None and held is not None and self._known.index.lookup(key) is not None:
                 reason = MissReason.SLOW
             if reason is None:
-                reason = MissReason.EVICTED if self._known.index.was_evicted(key) else MissReason.NEW
+                reason = self._why_absent(key)
             self._misses[reason] += counted
         return LookupResult(None, None, reason)
+
+    def note_miss(self, key: ChunkKey) -> MissReason:
+        """Count a miss of ``key``, which others found to be absent."""
+        with self._lock:
+            reason = self._why_absent(key)
+            self._misses[reason] += 1
+        return reason
+
+    def _why_absent(self, key: ChunkKey) -> MissReason:
+        return MissReason.EVICTED if self._known.index.was_evicted(key) else MissReason.NEW
 
     def _found(self, entry: ChunkKV, tier: str, counted: bool) -> LookupResult:
         with self._lock:
             name = self._fetched_from.pop(entry.key, tier)
             self._hits[name] += counted
+            self._stack.index.describe(entry.key, entry.kind, hits=counted)
             # In all tiers, or the slower ones would evict what is so popular that they never see it.
             for policy in self._stack.policies.values():
                 policy.touch(entry.key)
@@ -145,6 +158,7 @@ class ChunkStorageManager:
             if stack.contains(entry.key, far=False):
                 return True
             taken = stack.place(entry)
+            stack.index.describe(entry.key, entry.kind)
             below = len(stack.tiers) > 1 and (taken or stack.can_hold(entry))
             queued = below and stack.enqueue(entry, level=1)
             return taken or queued
@@ -166,6 +180,20 @@ class ChunkStorageManager:
             with self._lock:
                 self._known.unpin(held)
 
+    def keep(self, keys: Iterable[ChunkKey]) -> None:
+        """Keep ``keys`` from being evicted until :meth:`let_go`; once is enough."""
+        with self._lock:
+            new = set(keys) - self._kept
+            self._known.pin(new)
+            self._kept |= new
+
+    def let_go(self, keys: Iterable[ChunkKey]) -> None:
+        """Undo :meth:`keep`."""
+        with self._lock:
+            kept = set(keys) & self._kept
+            self._known.unpin(kept)
+            self._kept -= kept
+
     def take_changes(self) -> dict[ChunkKey, str | None]:
         """For every key that came, moved or went since the last call (at the first: for all), the fastest tier that
         now has it."""
@@ -182,10 +210,23 @@ class ChunkStorageManager:
         """All entries this process knows of, each with the fastest tier that holds it."""
         index = self._known.index
         with self._lock:
-            records = [(key, dict(record.nbytes), key in index.pins) for key, record in index]
-        for key, nbytes, pinned in records:
+            records = [
+                (key, dict(record.nbytes), (key in index.pins, record.since, record.hits, record.kind))
+                for key, record in index
+            ]
+        for key, nbytes, rest in records:
             tier = next(tier.name for tier in self._stack.tiers if tier.name in nbytes)
-            yield EntryInfo(key, nbytes[tier], tier, pinned)
+            yield EntryInfo(key, nbytes[tier], tier, *rest)
+
+    def peek(self, key: ChunkKey) -> ChunkKV | None:
+        """The entry of ``key``, if it is in memory. Counts for nothing."""
+        return next(filter(None, (tier.get(key) for tier in self._stack.tiers if not tier.is_slow)), None)
+
+    def remove(self, keys: Iterable[ChunkKey]) -> None:
+        """Remove some entries from all tiers, pinned ones too, which are then not kept any more."""
+        doomed = list(keys)
+        self.let_go(doomed)
+        self._stack.clearing.clear(OneOf(frozenset(doomed)))
 
     def clear(self, matching: Callable[[ChunkKey], bool] = lambda key: True) -> None:
         """Remove entries from all tiers, pinned ones too: those whose key is ``matching``, by default all.

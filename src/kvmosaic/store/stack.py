@@ -167,6 +167,7 @@ class TierStack:
             for info in there:
                 if not self.known.is_leaving(level, info.key):  # evicted or cleared since it was listed
                     self.known.adopt(level, info.key, info.nbytes)
+                    self.index.describe(info.key, info.kind, since=info.since)
             known = [key for key, record in self.index if self.tiers[level].name in record.nbytes]
         listed = {info.key for info in there}
         for key in known:

@@ -113,7 +113,8 @@ def test_a_request_does_not_wait_for_ever(llm, may_read, monkeypatch):
     set_patience(monkeypatch, 0.5)
     text = prompt("You are in a hurry.", DOCUMENTS)
     [output] = answer(llm, [text], report=True)
-    assert report(output) == {"mode": "plain", "fallback_reason": "slow-tier"}
+    assert (report(output)["mode"], report(output)["fallback_reason"]) == ("plain", "slow-tier")
+    assert {chunk["reason"] for chunk in report(output)["chunks"]} == {"slow-tier"}
     may_read.set()
     same(output, plain(llm, [text])[0])
 

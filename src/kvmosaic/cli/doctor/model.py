@@ -30,6 +30,7 @@ def model_rows(name: str, settings: ChunkCacheConfig, processes: int) -> Iterato
         return
     vllm_config, vllm_rows = _in_vllm(source, settings, processes)
     yield from guard("model", _describe(source, vllm_config, settings, processes))
+    yield _chat_template(source, settings)
     yield from vllm_rows
 
 
@@ -125,6 +126,23 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, process
         room = ", ".join(f"{place} {budget // size:,}" for place, budget in places if budget)
         share = " on each rank" if own_heads < kv_heads else ""
         yield Row(f"KV in {_name(dtype)}", "ok", f"{about}{size / 1024:.1f} KiB a token{share}; tokens: {room}")
+
+
+def _chat_template(source: str, settings: ChunkCacheConfig) -> Row:
+    """Which documents of chat requests reach the prompt."""
+    from transformers import AutoTokenizer
+
+    from kvmosaic.engines.chat_template import working_sources
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        sources = working_sources(tokenizer)
+    except Exception as error:
+        return Row("chat template", "warn", "its tokenizer cannot be read, not checked", str(error).split("\n")[0])
+    if sources.has_template and not set(sources.working) & settings.sources:
+        advice = "requests have to name their documents, and those to be in a message; see docs/usage.md"
+        return Row("chat template", "warn", str(sources), advice)
+    return Row("chat template", "ok", str(sources))
 
 
 def _kv_heads(text: Any) -> int:

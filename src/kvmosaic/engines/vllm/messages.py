@@ -126,6 +126,8 @@ class StepWork(KVConnectorMetadata):
     prefix_saves: list[PrefixSave] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Requests that no longer need what was fetched for them."""
+    missed: list[tuple[bytes, int]] = field(default_factory=list)
+    """Chunks of requests that are served plainly which were not stored: content hash and number of tokens of each."""
     clear: bool = False
     """Forget all chunks first."""
     weights: int = 0

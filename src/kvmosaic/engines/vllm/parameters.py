@@ -1,12 +1,36 @@
 """What a request may ask of the chunk cache, in its ``kv_transfer_params``."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvmosaic.core.config import CLIENT_PARAMETERS
 from kvmosaic.core.errors import PromptError
-from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_DOCUMENTS, MAX_POLICY_LENGTH, shown
+from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_DOCUMENTS, MAX_POLICY_LENGTH, shown, shown_id
 from kvmosaic.engines.results import Fallback
+
+MAX_UNKNOWN = 4
+"""Maximum unknown names of a request that are told of."""
+MAX_LOOKED_AT = 64
+"""Maximum names of a request that are looked at for that."""
+OTHERS_PREFIXES = ("do_", "remote_", "num_", "_")
+"""Beginnings of the names that vLLM's other connectors use."""
+OTHERS_NAMES = frozenset(
+    {
+        "transfer_id",
+        "tp_size",
+        "pp_size",
+        "dcp_size",
+        "disagg_spec",
+        "prompt_token_ids",
+        "hidden_states_path",
+        "include_output_tokens",
+        "is_request_leader",
+        "max_load_tokens",
+        "max_offload_tokens",
+    }
+)
+"""All other names that they use, but for those with a dot, like ``lmcache.skip_save``."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +51,8 @@ class RequestParameters:
     """Why the request is served plainly whatever else it has."""
     problem: str = ""
     """That, in one line."""
+    unknown: tuple[str, ...] = ()
+    """Names of what the request has that nobody reads, as far as they are no other connector's."""
 
     @classmethod
     def read(cls, sent: object, allowed: Collection[str]) -> "RequestParameters":
@@ -36,6 +62,10 @@ class RequestParameters:
             return cls()
         if not isinstance(sent, dict):
             return cls(refused=Fallback.BAD_PARAMETERS, problem=f"kv_transfer_params: {shown(sent)} is no object")
+        return replace(cls._read(sent, allowed), unknown=_unknown(sent))
+
+    @classmethod
+    def _read(cls, sent: dict[str, object], allowed: Collection[str]) -> "RequestParameters":
         given = {name: sent[name] for name in CLIENT_PARAMETERS if sent.get(name) is not None}
         report = given.get("report") is True and "report" in allowed
         for name in given:
@@ -54,6 +84,15 @@ class RequestParameters:
             )
         except PromptError as error:
             return cls(report=report, refused=Fallback.BAD_PARAMETERS, problem=f"kv_transfer_params: {error}")
+
+
+def _unknown(sent: dict[str, object]) -> tuple[str, ...]:
+    names = (name for name in islice(sent, MAX_LOOKED_AT) if name not in CLIENT_PARAMETERS and not _is_others(name))
+    return tuple(shown_id(name) if isinstance(name, str) else shown(name) for name in islice(names, MAX_UNKNOWN))
+
+
+def _is_others(name: object) -> bool:
+    return isinstance(name, str) and (name.startswith(OTHERS_PREFIXES) or name in OTHERS_NAMES or "." in name)
 
 
 def _flag(name: str, value: object) -> bool:

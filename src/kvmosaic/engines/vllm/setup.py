@@ -37,7 +37,7 @@ class EngineSetup:
         except ConfigError as error:
             raise config.blame(error) from None
         shape = EngineShape.of(vllm_config, kv_cache_config, config)
-        tokenizer = _tokenizer(model)
+        tokenizer = load_tokenizer(model)
         return cls(
             config,
             ChunkTokenParser(tokenizer, config.chunk_separator, config.min_chunk_tokens),
@@ -47,7 +47,8 @@ class EngineSetup:
         )
 
 
-def _tokenizer(model: Any) -> Any:
+def load_tokenizer(model: Any) -> Any:
+    """The tokenizer of vLLM's ``ModelConfig``; ``None`` where vLLM is told to do without."""
     if model.skip_tokenizer_init:
         return None
     from transformers import AutoTokenizer

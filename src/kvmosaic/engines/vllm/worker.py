@@ -54,6 +54,26 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         """For each document: ``kept``, ``missing``, ``too-long`` or ``too-short``."""
         return list(_worker_side().cache.warm_states(chunks))
 
+    def chunk_cache_documents(self, most: int, shows_text: bool) -> dict[str, Any]:
+        """What is stored, the newest ``most`` entries one by one; ``shows_text``: with their first tokens."""
+        return _worker_side().documents.listed(most, shows_text=shows_text)
+
+    def chunk_cache_holds(self, digest: str) -> bool:
+        """Whether an entry is stored, by the hexadecimal digits of its content hash."""
+        return bool(_worker_side().documents.keys(digest))
+
+    def chunk_cache_keep(self, digest: str, is_kept: bool) -> int:
+        """Keep the entries of a content hash from being evicted, or no longer; how many there are."""
+        return _worker_side().documents.keep(digest, is_kept=is_kept)
+
+    def chunk_cache_delete(self, digest: str) -> int:
+        """Delete the entries of a content hash; how many there were."""
+        return _worker_side().documents.delete(digest)
+
+    def chunk_cache_clear(self) -> None:
+        """Delete all entries of this model and tenant."""
+        _worker_side().clear()
+
     def chunk_cache_stats(self) -> dict[str, Any]:
         """Statistics of this worker's chunk cache."""
         side = _worker_side()

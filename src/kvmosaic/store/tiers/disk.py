@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import xxhash
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, EntryKind
 from kvmosaic.core.heads import KEY_PART
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
@@ -145,11 +145,12 @@ class DiskTier(Tier):
         for parts, status in self._files():
             if stat.S_ISREG(status.st_mode) and _ENTRY_NAME.fullmatch(parts[-1]):
                 found.append((status.st_mtime_ns, status.st_size, parts))
-        for _, size, parts in sorted(found):
+        for written_ns, size, parts in sorted(found):
             self.progress += 1
-            key = self._key_of(parts)
-            if key is not None:
-                yield EntryInfo(key, size, self.name, pinned=False)
+            label = self._label_of(parts)
+            if label is not None:
+                key, kind = label
+                yield EntryInfo(key, size, self.name, pinned=False, since=written_ns / 1e9, kind=kind)
 
     def _files(self) -> Iterator[tuple[Parts, os.stat_result]]:
         """What is four levels down, and nothing that a link leads to."""
@@ -178,14 +179,14 @@ class DiskTier(Tier):
                     found.append((each.name, each.stat(follow_symlinks=False)))
         return found
 
-    def _key_of(self, parts: Parts) -> ChunkKey | None:
+    def _label_of(self, parts: Parts) -> tuple[ChunkKey, EntryKind | None] | None:
         *folders, name = parts
         try:
             with folder_below(self._root, folders) as folder:
-                key = read_key(folder, name)
+                key, kind = read_key(folder, name)
             if entry_path(key).parts != parts:
                 raise CorruptEntryError(f"holds the entry of another key, {key}")
-            return key
+            return key, kind
         except CorruptEntryError as error:
             self._set_aside(parts, error)
         except (FileNotFoundError, NotADirectoryError):

@@ -187,8 +187,8 @@ class Side:
         scheduler, name = self.scheduler, request.request_id
         kept = (
             scheduler._requests,
-            scheduler._fallbacks,
-            scheduler._reporting,
+            scheduler._reports,
+            scheduler._reports._notes,
             scheduler._running,
             scheduler._in_slices,
             scheduler.prefixes._requests,

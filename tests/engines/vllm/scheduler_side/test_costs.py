@@ -158,11 +158,13 @@ def test_what_is_predicted_to_be_slower_is_prefilled():
     side.report(costs=DEAR_MOVES)
     request = side.add(ask_about(FIRST, SECOND))
     assert side.ask(request) == (0, False)
-    assert side.counts("fallbacks") == {"cost": 1}
+    assert side.counts("fallbacks") == {"slower": 1}
     assert side.counts("requests") == {"plain": 1}
     side.give(request, 0, more=110)
     assert side.step().is_empty
-    assert side.scheduler.finished(request) == {"mode": "plain", "fallback_reason": "cost"}
+    told = side.scheduler.finished(request)
+    assert (told["mode"], told["fallback_reason"]) == ("plain", "slower")
+    assert [(chunk["status"], chunk["reason"]) for chunk in told["chunks"]] == [("prefilled", "slower")] * 2
     assert side.is_forgotten(request)
 
 
@@ -191,7 +193,7 @@ def test_the_verdict_is_made_once_per_asking():
     assert side.matched(request) == 100
     side.give(request, 100)
     assert side.matched(request) == 0  # when it was preempted, it is judged anew
-    assert side.counts("fallbacks") == {"cost": 1}
+    assert side.counts("fallbacks") == {"slower": 1}
 
 
 def test_a_chunk_that_is_begun_is_loaded_at_any_cost():
@@ -314,3 +316,4 @@ def test_a_choice_that_takes_more_than_a_step_is_not_made_while_others_wait(poli
         # A judge that finds reuse faster whatever it takes.
         side.scheduler._admission.is_faster = lambda *_: True
         assert side.matched(request) == (0 if is_plain and not is_alone else 80 + gap)
+        assert side.counts("fallbacks") == ({"slower": 1} if is_plain and not is_alone else {})

@@ -34,7 +34,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
 def planned(request, shape=None, **settings):
     setup = make_setup(make_shape(**(shape or {})), **settings)
     params = RequestParameters.read(request.kv_transfer_params, setup.config.allowed_parameters)
-    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request, params)
+    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request, params).outcome
 
 
 def test_a_request_with_chunks():

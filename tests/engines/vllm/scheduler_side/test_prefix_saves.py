@@ -139,7 +139,7 @@ def test_a_request_that_fell_back_while_it_waited_is_not_saved():
     side = Side(prefix_blocks=True)
     request = side.add(ask_about(text(6, 200)))
     assert side.matched(request) == 0
-    assert side.counts("fallbacks") == {"cost": 1}
+    assert side.counts("fallbacks") == {"not-stored": 1}
     side.begin(request, more=230)
     assert not side.step(scheduled={"request": 1}, computed={"request": 220}).prefix_saves
 

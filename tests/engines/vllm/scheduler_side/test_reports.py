@@ -1,8 +1,23 @@
 """What requests and vLLM's own counters are told."""
 
+import logging
+
 import pytest
 
-from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, Side, ask_about, text
+from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.scheduler_side.planner import MAX_NAMED
+from tests.engines.vllm.scheduler_side.fakes import (
+    FIRST,
+    QUESTION,
+    SECOND,
+    SYSTEM,
+    Side,
+    ask_about,
+    digest_of,
+    make_request,
+    text,
+)
 
 
 def finish(side, request, local=0, more=10):
@@ -120,3 +135,158 @@ def test_a_request_that_is_aborted_before_it_got_blocks_reports_nothing_of_its_c
     side.store(FIRST)
     request = side.add(ask_about(FIRST))
     assert side.scheduler.finished(request) == {"mode": "plain", "fallback_reason": None}
+
+
+# --- requests that are served plainly
+
+
+def test_new_documents_are_reported_and_counted_as_missing():
+    side = Side()
+    request = side.add(ask_about(FIRST, SECOND, FIRST))
+    side.begin(request, more=150)
+    assert side.step().missed == [(digest_of(FIRST), 40), (digest_of(SECOND), 40)]  # each once
+    assert not side.step().missed
+    report = side.scheduler.finished(request)
+    assert (report["mode"], report["fallback_reason"]) == ("plain", "not-stored")
+    assert statuses(report) == [("prefilled", None, "missing")] * 3
+    assert [chunk["span"]["start"] for chunk in report["chunks"]] == [20, 60, 100]
+    assert side.is_forgotten(request)
+
+
+def test_what_is_stored_and_not_reused_is_neither_missing_nor_a_miss():
+    """The little that is stored is not worth it: most of the prompt is new."""
+    side = Side()
+    side.store(FIRST)
+    side.report(costs={"blend": Line(0, 1.0), "remap": Line(0, 3.0)})
+    request = side.add(ask_about(FIRST, SECOND))
+    side.begin(request, more=110)
+    assert side.step().missed == [(digest_of(SECOND), 40)]
+    report = side.scheduler.finished(request)
+    assert report["fallback_reason"] == "slower"
+    assert statuses(report) == [("prefilled", None, "slower"), ("prefilled", None, "missing")]
+
+
+def test_what_the_prefix_cache_has_of_a_request_that_is_served_plainly_is_cached():
+    side = Side()
+    first = text(1, 44)  # ends with a block
+    request = side.add(ask_about(first, SECOND))
+    side.begin(request, local=64, more=60)
+    assert side.step().missed == [(digest_of(SECOND), 40)]
+    report = side.scheduler.finished(request)
+    assert statuses(report) == [("cached", "prefix-cache", None), ("prefilled", None, "missing")]
+
+
+@pytest.mark.parametrize(
+    ("stored", "ratio", "reason"),
+    [((), 0.0, "not-stored"), ((FIRST,), 0.9, "slower"), ((FIRST, SECOND), 1.0, "slower"), ((), 1.0, "slower")],
+)
+def test_chunks_are_the_reason_only_where_storing_them_would_help(stored, ratio, reason):
+    """At ratio 1 all is computed, whatever is stored."""
+    side = Side()
+    side.store(*stored)
+    side.report(costs={"blend": Line(0, 1.0), "remap": Line(0, 30.0)})
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=ratio))
+    assert side.matched(request) == 0
+    assert side.counts("fallbacks") == {reason: 1}
+
+
+# --- names that are not found
+
+
+@pytest.fixture
+def side(tokenizer, monkeypatch):
+    """A side that can find names in prompts."""
+    side = Side()
+    monkeypatch.setattr(side.scheduler._planner, "_parser", ChunkTokenParser(tokenizer, None, 8))
+    return side
+
+
+HERE = "The harbour of Kelmoor was built by hand in the long winter of 1840."
+GONE = "Nobody ever wrote a single word about the lighthouse at Tarn Point."
+
+
+@pytest.fixture
+def named(tokenizer):
+    """A request that names documents."""
+
+    def make(prompt, *documents):
+        return make_request("named", tokenizer.encode(prompt), documents=list(documents), report=True)
+
+    return make
+
+
+def test_names_that_are_not_found_are_told(side, named):
+    report = finish(side, side.add(named(f"Read this. {HERE} What was built?", GONE, HERE, GONE)), more=200)
+    assert report["documents_not_found"] == [0, 2]
+    assert report["fallback_reason"] == "not-stored"
+    assert len(report["chunks"]) == 1
+
+
+def test_a_request_whose_names_are_all_absent_is_plain_and_says_so(side, named):
+    request = side.add(named("What was built?", GONE, HERE))
+    assert side.ask(request) == (0, False)
+    assert side.scheduler.finished(request) == {
+        "mode": "plain",
+        "fallback_reason": None,
+        "documents_not_found": [0, 1],
+    }
+    assert side.counts("fallbacks") == {}
+    assert side.is_forgotten(request)
+
+
+def test_what_is_reused_is_told_along_with_what_was_not_found(side, named):
+    prompt = f"Read this. {HERE} What was built?"
+    first = side.add(named(prompt, HERE))
+    side.begin(first, more=200)
+    side.report({digest: "host" for digest, _ in side.step().missed})
+    side.scheduler.finished(first)
+    report = finish(side, side.add(named(prompt, HERE, GONE)))
+    assert (report["mode"], report["documents_not_found"]) == ("reuse", [1])
+    assert "fallback_reason" not in report
+
+
+# --- parameters that nobody knows
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("kvmosaic")]
+
+
+def test_unknown_parameters_are_named_once_in_the_log_and_in_every_report(caplog):
+    side = Side()
+    side.store(FIRST, SECOND)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            request = side.add(ask_about(FIRST, SECOND, name=str(number), docs=["text"], recompute_ration=0.5))
+            assert finish(side, request)["unknown_parameters"] == ["docs", "recompute_ration"]
+    [line] = lines(caplog)
+    assert "docs, recompute_ration" in line
+    assert "documents" in line  # what there is
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "elsewhere", "remote_block_ids": [1]},
+        {"transfer_id": "t", "tp_size": 2, "lmcache.skip_save": True},
+    ],
+)
+def test_parameters_of_other_connectors_are_nobodys_business(others, caplog):
+    side = Side()
+    with caplog.at_level(logging.WARNING):
+        request = side.add(make_request("other", SYSTEM + QUESTION, report=True, **others))
+    assert side.scheduler.finished(request) == {"mode": "plain", "fallback_reason": None}
+    assert lines(caplog) == []
+
+
+def test_what_is_told_of_unknown_parameters_is_bounded(caplog):
+    side = Side()
+    with caplog.at_level(logging.WARNING):
+        for number in range(2 * MAX_NAMED):
+            sent = {f"{number}-{index}" + "x" * 1000: 1 for index in range(1000)}
+            request = side.add(make_request(str(number), SYSTEM, report=True, **sent))
+            told = side.scheduler.finished(request)["unknown_parameters"]
+            assert len(told) == 4
+            assert max(map(len, told)) < 100
+    assert len(lines(caplog)) <= MAX_NAMED
+    assert max(map(len, lines(caplog))) < 600

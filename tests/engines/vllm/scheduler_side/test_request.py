@@ -23,7 +23,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
 def plan(request):
     setup = make_setup(make_shape())
     params = RequestParameters.read(request.kv_transfer_params, setup.config.allowed_parameters)
-    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request, params)
+    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request, params).outcome
 
 
 def test_chunks_that_end_behind_a_position():

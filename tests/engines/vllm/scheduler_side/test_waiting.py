@@ -117,7 +117,9 @@ def test_patience_ends_and_the_request_is_prefilled(clock, caplog):
     assert side.counts("requests") == {"plain": 1}
     assert side.step().released == ["request"]
     assert side.matched(request) == 0
-    assert side.scheduler.finished(request) == {"mode": "plain", "fallback_reason": "slow-tier"}
+    told = side.scheduler.finished(request)
+    assert (told["mode"], told["fallback_reason"]) == ("plain", "slow-tier")
+    assert [(chunk["status"], chunk["reason"]) for chunk in told["chunks"]] == [("prefilled", "slow-tier")]
     assert side.is_forgotten(request)
 
 
@@ -269,7 +271,7 @@ def test_what_the_remote_tier_lacks_too_is_judged_then():
     side.step()
     side.report(fetched=["request"])
     assert side.matched(request) == 0  # nothing is there to reuse
-    assert side.counts("fallbacks") == {"cost": 1}
+    assert side.counts("fallbacks") == {"not-stored": 1}
     assert side.step().released == ["request"]
 
 

@@ -2,6 +2,7 @@
 
 from kvmosaic.blend import policy_named
 from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.messages import Line
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
@@ -90,6 +91,15 @@ class Admission:
         if request.is_probed and all("probe" in costs for costs in self._costs.values()):
             request.predicted += self._seconds("probe", ahead)
         return computed < ahead and self._judge.is_faster(request.predicted, self._seconds("blend", ahead))
+
+    def why_not(self, request: ChunkRequest, local: int) -> Fallback:
+        """Why a plain prefill is better than reusing what there is: nothing would be saved because chunks are not
+        stored, or reuse is slower all the same."""
+        ahead = request.prompt.question.start - local
+        text, missing, stored = self._shares(request, local)
+        saves_nothing = self.tokens_to_compute(request, local) >= ahead
+        would_save = text + int(request.ratio * (missing + stored)) < ahead
+        return Fallback.NOT_STORED if saves_nothing and would_save else Fallback.SLOWER
 
     def first_slice(self, request: ChunkRequest, local: int) -> int | None:
         """Tokens to compute in the first step, where all of them would take longer than a step; else ``None``."""

@@ -2,13 +2,14 @@
 
 import hashlib
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.config import CLIENT_PARAMETERS, ChunkCacheConfig
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import ContentHasher
 from kvmosaic.core.limits import shown_id
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.identity import chunk_context
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.parameters import RequestParameters
@@ -18,7 +19,18 @@ from kvmosaic.engines.vllm.support import looks_inside, policy_served
 
 logger = logging.getLogger(__name__)
 
+MAX_NAMED = 100
+"""Maximum unknown parameters that the log names."""
 _NOT_SERVED = "request %s is served without the chunk cache: %s"
+
+
+class Plan(NamedTuple):
+    """What becomes of a request."""
+
+    outcome: ChunkRequest | Fallback | None
+    """The request with its chunks, the reason why it is served plainly, or ``None`` when it has no chunks."""
+    absent: tuple[int, ...] = ()
+    """Which of the documents that it names occur nowhere in its prompt, as indices."""
 
 
 class Planner:
@@ -31,28 +43,38 @@ class Planner:
         self._parser = parser
         self._sink = sink
         self._shape = shape
+        self._named: set[str] = set()
+        """Unknown parameters that the log has named."""
 
-    def plan(self, request: Any, params: RequestParameters) -> ChunkRequest | Fallback | None:
-        """A request with chunks, the reason why it is served plainly, or ``None`` when it has no chunks."""
+    def plan(self, request: Any, params: RequestParameters) -> Plan:
+        """What becomes of a request that has these parameters."""
+        if not self._named.issuperset(params.unknown) and len(self._named) < MAX_NAMED:
+            self._named.update(params.unknown)
+            known = ", ".join(CLIENT_PARAMETERS)
+            logger.warning("kv_transfer_params: %s: not known; there are: %s", ", ".join(params.unknown), known)
         if params.refused is not None:
             logger.warning(_NOT_SERVED, shown_id(request.request_id), params.problem)
-            return params.refused
+            return Plan(params.refused)
         if not request.prompt_token_ids or not params.chunk_cache:
-            return None
+            return Plan(None)
         try:
             return self._plan(request, params)
         except KvmosaicError as error:
             logger.warning(_NOT_SERVED, shown_id(request.request_id), error)
         except Exception:  # whatever a client found: it is the only one to notice
             logger.exception(_NOT_SERVED, shown_id(request.request_id), "it cannot be read")
-        return Fallback.BAD_PARAMETERS
+        return Plan(Fallback.BAD_PARAMETERS)
 
-    def _plan(self, request: Any, params: RequestParameters) -> ChunkRequest | Fallback | None:
+    def _plan(self, request: Any, params: RequestParameters) -> Plan:
         if params.boundaries is not None:
             prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
-        else:
-            named = self._parser.parse_named(request.prompt_token_ids, params.documents, params.question)
-            prompt = named.prompt
+            return Plan(self._outcome(request, params, prompt))
+        named = self._parser.parse_named(request.prompt_token_ids, params.documents, params.question)
+        return Plan(self._outcome(request, params, named.prompt), named.absent)
+
+    def _outcome(
+        self, request: Any, params: RequestParameters, prompt: ChunkedPrompt
+    ) -> ChunkRequest | Fallback | None:
         ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
         policy = self._config.policy if params.policy is None else params.policy
         policy_served(policy, self._shape.num_layers)

@@ -21,7 +21,7 @@ from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
 from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from kvmosaic.engines.vllm.scheduler_side.prefix import PrefixScheduler
-from kvmosaic.engines.vllm.scheduler_side.report import reuse_report
+from kvmosaic.engines.vllm.scheduler_side.report import Reports, plain_chunks, reuse_report
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS, WaitingRoom
@@ -51,10 +51,7 @@ class ChunkScheduler:
         self._pool: FreeBlocks | None = None
         self._lender: BlockLender | None = None
         self._requests: dict[str, ChunkRequest] = {}
-        self._fallbacks: dict[str, Fallback] = {}
-        """Why requests with chunks are served plainly, while they run."""
-        self._reporting: set[str] = set()
-        """Requests that want a report and may have one, while they run."""
+        self._reports = Reports()
         self._running: set[str] = set()
         """Requests that were in the latest step and are not finished."""
         self._in_slices: set[str] = set()
@@ -83,9 +80,9 @@ class ChunkScheduler:
         if self._salt is not None:
             BlockSalts(request).add([self._salt])
         params = RequestParameters.read(take_parameters(request), self._config.allowed_parameters)
+        planned, absent = self._planner.plan(request, params)
         if params.report:
-            self._reporting.add(request.request_id)
-        planned = self._planner.plan(request, params)
+            self._reports.begin(request.request_id, documents_not_found=absent, unknown_parameters=params.unknown)
         if isinstance(planned, ChunkRequest):
             planned = self._mirror.off_reason or planned
         if isinstance(planned, ChunkRequest):
@@ -123,7 +120,7 @@ class ChunkScheduler:
         is_alone = not self._running
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):
-            return self._serve_plainly(ours, matched), False
+            return self._serve_plainly(ours, local, matched), False
         # Alone, it is computed at once.
         ours.at_once = self._admission.first_slice(ours, local) if matched and not is_alone else None
         return matched, ours.at_once is not None
@@ -251,13 +248,7 @@ class ChunkScheduler:
             self._work.released.append(request.request_id)
         with self.stats.doing_without("saving a prefix"):
             self.prefixes.finished(request, self._tables, self._work)
-        fallback = self._fallbacks.pop(request.request_id, None)
-        if request.request_id not in self._reporting:
-            return None
-        self._reporting.remove(request.request_id)
-        if ours is not None and ours.report:
-            return ours.report
-        return {"mode": "plain", "fallback_reason": None if fallback is None else fallback.value}
+        return self._reports.take(request.request_id, {} if ours is None else ours.report)
 
     def give_up(self, request: Any) -> None:
         """Something failed for a request that has no blocks yet: it is served as plain vLLM would."""
@@ -268,15 +259,21 @@ class ChunkScheduler:
         self._work.released.append(name)
         self._fall_back(name, Fallback.ERROR)
 
-    def _serve_plainly(self, request: ChunkRequest, reason: Fallback) -> int:
+    def _serve_plainly(self, request: ChunkRequest, local: int, reason: Fallback) -> int:
         """Serve a request with chunks as plain vLLM would: the worker brings 0 tokens."""
         del self._requests[request.request_id]
         if request.has_fetched:
             self._work.released.append(request.request_id)
         self._fall_back(request.request_id, reason)
+        if self._mirror.off_reason is not None:  # then nothing was looked for
+            return 0
+        looked_for = {digest: len(span) for span, digest in request.chunks_from(local)}
+        self._work.missed += [chunk for chunk in looked_for.items() if not self._mirror.has(chunk[0])]
+        if request.request_id in self._reports:
+            self._reports.add(request.request_id, chunks=plain_chunks(request, local, self._mirror, reason))
         return 0
 
     def _fall_back(self, request_id: str, reason: Fallback) -> None:
-        self._fallbacks[request_id] = reason
+        self._reports.add(request_id, fallback_reason=reason.value)
         self.stats.count("fallbacks", reason)
         self.stats.count("requests", "plain")

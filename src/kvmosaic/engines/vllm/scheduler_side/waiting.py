@@ -47,17 +47,17 @@ class WaitingRoom:
         if external == 0:
             return 0
         if not request.has_fetched and self._mirror.is_complete and not self._fetch(request, local, work):
-            return Fallback.COST
+            return self._admission.why_not(request, local)
         if request.has_arrived:
             if request.asked_for:
                 request.fetched_from |= {digest: "remote" for digest in request.asked_for if self._mirror.has(digest)}
                 request.asked_for = []
                 if not self._is_worth_it(request, local):
-                    return Fallback.COST
+                    return self._admission.why_not(request, local)
             if not is_alone and self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
                 return None
             if not is_alone and not request.begins_inside(local) and self._admission.choice_is_long(request, local):
-                return Fallback.COST
+                return Fallback.SLOWER
             # It may still have to wait for a step with room, and for blocks.
             return external if self._admission.has_room(request, local) else None
         if request.has_patience(PATIENCE_SECONDS):

@@ -167,7 +167,7 @@ class ChunkLoader:
 
     def _store(self, segment: Segment, k: torch.Tensor, v: torch.Tensor) -> None:
         try:
-            self._cache.put(segment.key, segment.tokens, segment.context, k, v)
+            self._cache.put(segment.key, segment.tokens, segment.context, k, v, "system-tail")
         except Exception:
             logger.exception("could not store the end of a system prompt, of %d tokens", len(segment.tokens))
             self._stats.failed("store")

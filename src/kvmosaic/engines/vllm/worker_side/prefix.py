@@ -52,7 +52,7 @@ class PrefixLoader:
                 end = start + save.segment_tokens
                 k, v = self._paged.read(save.blocks, start, end)
                 key = self._cache.key_of_hash(digest, save.segment_tokens)
-                self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v)
+                self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v, "prefix-part")
                 self._stats.count_alike("tokens", "saved", save.segment_tokens)
         except Exception:
             logger.exception("could not store exact prefix blocks")

@@ -30,6 +30,7 @@ from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.blender import Blender
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer
+from kvmosaic.engines.vllm.worker_side.documents import StoredDocuments
 from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
@@ -94,6 +95,7 @@ class WorkerSide:
             is_first=self.ranks.rank == 0,
         )
         self.cache = self._open_cache(device_pool, kv_format)
+        self.documents = StoredDocuments(self.cache)
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
         self.fetcher = ChunkFetcher(self.cache.store)
         self._filler = ChunkFiller(self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats)
@@ -146,7 +148,10 @@ class WorkerSide:
         if not is_stale and not is_closed:
             self.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
         if work.clear:
-            self._clear()
+            self.clear()
+        for missed in work.missed:
+            reason = self.cache.store.note_miss(self.cache.key_of_hash(*missed))
+            self.stats.count_alike("chunk_misses", reason)
         for request_id in work.released:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
@@ -164,7 +169,8 @@ class WorkerSide:
         if not is_closed:
             self._filler.fill_in_background(work.fills, work.fill_slice)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all chunks of this model and tenant."""
         self.blender.clear()
         self.fetcher.clear()
         try:

@@ -1,0 +1,172 @@
+"""Looks after the stored documents of a running engine, through the engine's client."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm import SamplingParams
+
+from kvmosaic.core.config import ChunkCacheConfig, load_config
+from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.core.key import content_hash
+from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.engines.identity import sink_of
+from kvmosaic.engines.vllm.setup import load_tokenizer
+
+AROUND = ("a\n\n", "\n\nb")
+"""What a document that is to be filled stands between."""
+WARM_SECONDS = 120.0
+"""Time after which nobody waits any longer for a document to be filled."""
+WARM_TOKENS = 16
+"""Tokens that are decoded while a document is filled: it is filled in steps that decode."""
+SETTLE_SECONDS = 10.0
+
+
+class RefusedError(KvmosaicError):
+    """What was asked for cannot be done. ``status`` is that of HTTP."""
+
+    def __init__(self, status: int, problem: str) -> None:
+        super().__init__(problem)
+        self.status = status
+
+
+class _Document(NamedTuple):
+    """A document as a chunk."""
+
+    digest: str
+    tokens: int
+    prompt: list[int]
+    """A prompt that holds it."""
+
+
+class Caretaker:
+    """One engine's. ``vllm_config`` is the engine's, ``client`` the one that the HTTP server has."""
+
+    def __init__(self, vllm_config: Any, client: Any) -> None:
+        self._model = vllm_config.model_config
+        self._client = client
+        self.config: ChunkCacheConfig = load_config(
+            self._model.model, **vllm_config.kv_transfer_config.kv_connector_extra_config
+        )
+        self._tokenizer: Any = None
+        self._parser: ChunkTokenParser | None = None
+        self._sink: tuple[int, ...] = ()
+
+    async def listed(self, most: int, *, shows_text: bool) -> dict[str, Any]:
+        """What is stored: the newest ``most`` entries, with the bytes that they take on all ranks."""
+        ranks = await self._ask("chunk_cache_documents", most, shows_text)
+        total = {name: sum(rank[name] for rank in ranks) for name in ("entries", "bytes")}
+        total["entries"] //= len(ranks)
+        nbytes: dict[str, int] = {}
+        for rank in ranks:
+            for each in rank["documents"]:
+                nbytes[each["hash"]] = nbytes.get(each["hash"], 0) + each["bytes"]
+        documents = [{**each, "bytes": nbytes[each["hash"]]} for each in ranks[0]["documents"]]
+        if shows_text:
+            await asyncio.to_thread(self._read_tokenizer)
+            documents = [self._with_text(each) for each in documents]
+        return {**total, "documents": documents}
+
+    async def warm(self, text: str) -> dict[str, Any]:
+        """Have a document filled, unless it is stored."""
+        document = await self.document(text)
+        told = {"hash": document.digest, "tokens": document.tokens}
+        if await self._holds(document):
+            return {**told, "state": "known"}
+        await self._refuse_what_cannot_be_filled(document)
+        sampling = SamplingParams(
+            max_tokens=max(1, min(WARM_TOKENS, self._model.max_model_len - len(document.prompt))),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"documents": [text]}},
+        )
+        deadline = time.monotonic() + WARM_SECONDS
+        while time.monotonic() < deadline:
+            await self._generate(document.prompt, sampling)
+            if await self._holds(document):
+                return {**told, "state": "filled"}
+        raise RefusedError(503, f"not filled within {WARM_SECONDS:.0f} s; the store or the engine's blocks are full")
+
+    async def keep(self, digest: str, *, is_kept: bool) -> dict[str, Any]:
+        """Keep a document from being evicted, or no longer."""
+        await self._all_have(digest, await self._ask("chunk_cache_keep", digest, is_kept))
+        return {"hash": digest, "pinned": is_kept}
+
+    async def delete(self, digest: str) -> dict[str, Any]:
+        """Delete a document from all tiers."""
+        await self._all_have(digest, await self._ask("chunk_cache_delete", digest))
+        await self._settle()
+        return {"hash": digest, "deleted": True}
+
+    async def clear(self) -> dict[str, Any]:
+        """Delete all entries of the engine's model and tenant, and what vLLM's prefix cache has, unless requests
+        run."""
+        is_reset = bool(await self._client.reset_prefix_cache(reset_connector=True))
+        await self._ask("chunk_cache_clear")
+        await self._settle()
+        return {"cleared": True, "prefix_cache_cleared": is_reset}
+
+    async def document(self, text: str) -> _Document:
+        """A text as the chunk that requests find by it."""
+        if self.config.chunk_context != "alone":
+            raise RefusedError(409, "with chunk_context=system a document's hash depends on the system prompt")
+        return await asyncio.to_thread(self._chunk_of, text)
+
+    def _chunk_of(self, text: str) -> _Document:
+        self._read_tokenizer()
+        assert self._parser is not None
+        prompt = self._parser.parse_named(text.join(AROUND), [text]).prompt
+        if not prompt.chunks:
+            least = self.config.min_chunk_tokens
+            raise RefusedError(422, f"no document: fewer than {least} tokens, or role markers inside")
+        tokens = prompt.tokens_of(prompt.chunks[0])
+        digest = content_hash(tokens, self._sink, self.config.chunk_hash_algorithm)
+        return _Document(digest.hex(), len(tokens), list(prompt.token_ids))
+
+    def _read_tokenizer(self) -> None:
+        """Made when it is needed first: it takes a second."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._model)
+            self._sink = sink_of(self.config, self._model.hf_text_config.bos_token_id, self._tokenizer)
+            self._parser = ChunkTokenParser(self._tokenizer, None, self.config.min_chunk_tokens)
+
+    def _with_text(self, described: Mapping[str, Any]) -> dict[str, Any]:
+        rest = dict(described)
+        tokens = rest.pop("first_tokens")
+        is_readable = tokens is not None and self._tokenizer is not None
+        return {**rest, "text": self._tokenizer.decode(tokens) if is_readable else None}
+
+    async def _refuse_what_cannot_be_filled(self, document: _Document) -> None:
+        if "documents" not in self.config.allowed_parameters:
+            raise RefusedError(409, "client_parameters has to allow documents, by which they are filled")
+        if self.config.miss_policy == "never":
+            raise RefusedError(409, "with miss_policy=never nothing is stored")
+        longest = self._model.max_model_len
+        if len(document.prompt) >= longest or len(self._sink) + document.tokens > longest:
+            raise RefusedError(422, f"{document.tokens} tokens do not fit into the model's {longest}")
+        [stats, *_] = await self._ask("chunk_cache_stats")
+        if stats["off_reason"] is not None:
+            raise RefusedError(409, f"the chunk cache is off: {stats['off_reason']}")
+
+    async def _holds(self, document: _Document) -> bool:
+        return all(await self._ask("chunk_cache_holds", document.digest))
+
+    @staticmethod
+    async def _all_have(digest: str, counts: list[int]) -> None:
+        if not any(counts):
+            raise RefusedError(404, f"nothing is stored under {digest}")
+
+    async def _settle(self) -> None:
+        """Have the scheduler hear of what workers no longer have: they tell it with their next step."""
+        await asyncio.wait_for(self._generate([0], SamplingParams(max_tokens=1, detokenize=False)), SETTLE_SECONDS)
+
+    async def _generate(self, tokens: list[int], sampling: SamplingParams) -> None:
+        prompt = {"type": "token", "prompt_token_ids": tokens}  # as vLLM's own renderer makes it
+        async for _ in self._client.generate(prompt, sampling, request_id=f"kvmosaic-{uuid.uuid4().hex}"):
+            pass
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = await self._client.collective_rpc(method, args=args)
+        return answers

@@ -1,0 +1,70 @@
+"""What those who look after stored documents see of a rank's store, and do to it."""
+
+import time
+from collections.abc import Iterator
+from heapq import nlargest
+from typing import Any
+
+from kvmosaic.core.key import ChunkKey
+from kvmosaic.engines.chunk_cache import ChunkCache
+from kvmosaic.store import EntryInfo
+
+SHOWN_TOKENS = 16
+"""Tokens of a document by which people recognise it."""
+
+
+class StoredDocuments:
+    """The entries that this rank could serve now: of its model, weights and tenant."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        self._cache = cache
+
+    def listed(self, most: int, *, shows_text: bool) -> dict[str, Any]:
+        """How many there are, their bytes, and the newest ``most``."""
+        every = list(self._entries())
+        newest = nlargest(most, every, key=lambda info: info.since or 0.0)
+        return {
+            "entries": len(every),
+            "bytes": sum(info.nbytes for info in every),
+            "documents": [self._described(info, shows_text) for info in newest],
+        }
+
+    def keys(self, digest: str) -> list[ChunkKey]:
+        """The keys of a content hash, given by its hexadecimal digits."""
+        return [info.key for info in self._entries() if info.key.content_hash.hex() == digest]
+
+    def keep(self, digest: str, *, is_kept: bool) -> int:
+        """Keep entries from being evicted, or no longer; how many there are."""
+        keys = self.keys(digest)
+        if is_kept:
+            self._cache.store.keep(keys)
+        else:
+            self._cache.store.let_go(keys)
+        return len(keys)
+
+    def delete(self, digest: str) -> int:
+        """Delete entries from all tiers; how many there were."""
+        keys = self.keys(digest)
+        self._cache.store.remove(keys)
+        return len(keys)
+
+    def _entries(self) -> Iterator[EntryInfo]:
+        for info in self._cache.store.scan():
+            if info.key == self._cache.key_of_hash(info.key.content_hash, info.key.num_tokens):
+                yield info
+
+    def _described(self, info: EntryInfo, shows_text: bool) -> dict[str, Any]:
+        described = {
+            "hash": info.key.content_hash.hex(),
+            "tokens": info.key.num_tokens,
+            "bytes": info.nbytes,
+            "tier": info.tier,
+            "age_s": None if info.since is None else round(max(0.0, time.time() - info.since), 1),
+            "hits": info.hits,
+            "kind": info.kind,
+            "pinned": info.pinned,
+        }
+        if shows_text:
+            entry = self._cache.store.peek(info.key)  # not from slower tiers, which others would wait for
+            described["first_tokens"] = None if entry is None else list(entry.tokens[:SHOWN_TOKENS])
+        return described
