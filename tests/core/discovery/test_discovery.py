@@ -67,12 +67,12 @@ def test_the_whole_document_is_one_run_also_where_a_part_of_it_came_back_first()
         engine.send([*begin, *text(50)])
     whole = [*first, *second]
     lengths = []
-    for _ in range(6):
+    for _ in range(9):
         spans, _ = engine.send([*text(40), *whole, *text(40)])
         lengths.append([len(span) for span in spans])
     assert len(lengths[1]) == 2  # what is stored is used at first
-    assert [len(each) for each in lengths[-2:]] == [1, 1]
-    assert lengths[-1][0] > 350
+    [length] = lengths[-1]
+    assert length > 350
 
 
 def test_documents_that_stand_beside_each_other_by_chance_stay_apart():

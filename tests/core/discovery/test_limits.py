@@ -10,6 +10,7 @@ import pytest
 from kvmosaic.core.discovery import Discovery
 from kvmosaic.core.discovery import plans as plans_module
 from kvmosaic.core.discovery import runs as runs_module
+from kvmosaic.core.discovery.segments import Segments
 from kvmosaic.core.prompt import Span
 
 MARKER = 3
@@ -19,10 +20,12 @@ def text(length):
     return np.random.randint(10, 60_000, length).tolist()
 
 
-def anchors(length):
-    """Runs that begin alike and go on differently, again and again."""
-    head = list(range(100, 140))
-    return [token for _ in range(length // 104) for token in (*head, *text(24), *head)]
+HEAD = list(range(100, 140))
+
+
+def alike(length):
+    """Many places where any of several known runs may begin, and none does."""
+    return [token for _ in range(length // 40) for token in HEAD]
 
 
 PERIOD = [11, 12, 13, 14, 15]
@@ -34,7 +37,7 @@ HOSTILE = {
     "markers": lambda length: [MARKER, 50] * (length // 2),
     "runs and markers": lambda length: [token for _ in range(length // 80) for token in (*KNOWN[:79], MARKER)],
     "rotated": lambda length: [*KNOWN[(cut := random.randrange(length)) : length], *KNOWN[:cut]],
-    "alike": anchors,
+    "alike": alike,
     "small pieces": lambda length: [
         token for at in random.choices(range(0, 4000, 20), k=length // 20) for token in KNOWN[at : at + 20]
     ],
@@ -46,6 +49,10 @@ def test_time_is_linear(kind):
     def seconds(length):
         discovery = Discovery([MARKER], 10**9)
         discovery.find(text(80_000))  # as long as its tables will be
+        for _ in range(runs_module.MAX_ALIKE):
+            tail = text(4900)
+            for _ in range(2):
+                discovery.find([*text(20), *HEAD, *tail, 5])
         times = []
         for _ in range(7):
             prompt = HOSTILE[kind](length)
@@ -86,6 +93,19 @@ def test_runs_with_the_same_anchor_are_few():
         for _ in range(2):
             discovery.find([*text(20), *head, *tail, *text(20)])
     assert max(map(len, discovery._runs._anchored.values())) <= runs_module.MAX_ALIKE
+
+
+def test_runs_that_may_begin_everywhere_are_not_tried_everywhere(monkeypatch):
+    discovery = Discovery([], 10**9)
+    for _ in range(runs_module.MAX_ALIKE):
+        tail = text(500)
+        for _ in range(2):
+            discovery.find([*text(20), *HEAD, *tail, 5])
+    counted = []
+    digest = Segments.digest
+    monkeypatch.setattr(Segments, "digest", lambda *given: counted.append(given) or digest(*given))
+    discovery.find(alike(20_000))
+    assert 8 < len(counted) < 20_000 / 40
 
 
 def test_bytes_of_a_run_and_of_a_plan():

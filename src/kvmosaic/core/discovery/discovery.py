@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvmosaic.core.discovery.cuts import Cutter
+from kvmosaic.core.discovery.cuts import MAX_SEGMENT, Cutter
 from kvmosaic.core.discovery.history import History
 from kvmosaic.core.discovery.plans import Plans
 from kvmosaic.core.discovery.runs import Place, Runs
@@ -85,7 +85,8 @@ class Discovery:
         pieces = sorted([*known, *self._gaps(segments, begin, end, known)], key=lambda piece: piece.start)
         if len(pieces) == 1 and not known:
             return pieces
-        if pieces and (pieces[0].start < start or pieces[-1].end > stop):
+        # A known run may begin or end where this prompt has no cut.
+        if pieces and (pieces[0].start < start - MAX_SEGMENT or pieces[-1].end > stop + MAX_SEGMENT):
             return [_alone(piece) for piece in pieces]
         whole = hash(tuple(piece.run.digest for piece in pieces))
         if pieces and all(piece.run.within == whole for piece in pieces):

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvmosaic.core.discovery.cuts import MAX_SEGMENT
 from kvmosaic.core.discovery.segments import Segments
 
 MAX_RUNS = 2**14
@@ -53,27 +54,41 @@ class Runs:
         """The runs in a prompt from segment ``first`` on: at each place the longest, then what follows it."""
         hashes, anchored = segments.hash_list, self._anchored
         anchors = [index for index in range(first, len(hashes)) if hashes[index] in anchored] if anchored else []
-        found = []
+        found: list[Place] = []
         at = segments.edges[first]
-        tries = MAX_ALIKE + len(segments) // 8  # else prompts could be made in which everything is tried everywhere
+        best: Place | None = None
+        # Else prompts could be made in which everything is tried everywhere.
+        failures = MAX_ALIKE + len(segments) // 8
         for index in anchors:
-            if segments.edges[index] < at:
+            edge = segments.edges[index]
+            if best is not None and edge > min(best.end, best.start + 2 * MAX_SEGMENT):
+                found.append(best)  # what may yet come begins at another place
+                at, best = best.end, None
+            if edge < at or failures <= 0:
                 continue
-            region = segments.regions[index]
-            for run in anchored[hashes[index]]:
-                start = segments.edges[index] - run.lead
-                end = start + run.tokens
-                if start < max(at, region.start) or end > region.end:
-                    continue
-                if segments.digest(start, end) == run.digest:
-                    found.append(Place(start, end, run))
-                    self._use(run)
-                    at = end
-                    break
-                tries -= 1
-            if tries <= 0:
-                break
+            place, failed = self._longest(segments, index, at)
+            failures -= failed
+            if place is not None and (best is None or place.run.tokens > best.run.tokens):
+                best = place
+        if best is not None:
+            found.append(best)
+        for place in found:
+            self._use(place.run)
         return found
+
+    def _longest(self, segments: Segments, index: int, at: int) -> tuple[Place | None, int]:
+        """The longest run that segment ``index`` is the anchor of and that does not begin before ``at``, and how many
+        were tried in vain."""
+        region, edge = segments.regions[index], segments.edges[index]
+        failed = 0
+        for run in self._anchored[segments.hash_list[index]]:
+            start = edge - run.lead
+            end = start + run.tokens
+            if start >= at and region.start <= start and end <= region.end:
+                if segments.digest(start, end) == run.digest:
+                    return Place(start, end, run), failed
+                failed += 1
+        return None, failed
 
     def add(self, segments: Segments, begin: int, end: int) -> Place:
         """Know segments ``begin .. end-1`` of a prompt, two at least, as a run from now on."""
