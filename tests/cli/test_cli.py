@@ -181,6 +181,21 @@ def test_bench_eviction_beats_lru():
         assert row["s3fifo_hit_rate"] > row["lru_hit_rate"]
 
 
+def test_bench_discovery_finds_most_of_what_comes_back():
+    rows = kvmosaic_here("bench", "discovery", "--prompts", 60, "--json")["rows"]
+    assert [row["traffic"] for row in rows] == ["RAG, other order", "RAG, numbered", "chat", "agent"]
+    for row in rows:
+        assert row["found"] > 0.7 * row["seen_twice"]
+
+
+def test_bench_discovery_with_documents_from_a_file(tmp_path, smollm2_folder):
+    lines = [{"chunks": [f"{n} {'word ' * 90} {n}" for n in range(6)], "question": "what", "answers": ["it"]}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = ("--data", tmp_path / "data.jsonl", "--model", smollm2_folder)
+    rows = kvmosaic_here("bench", "discovery", "--prompts", 5, *data, "--json")["rows"]
+    assert all(row["prompts"] == 5 for row in rows)
+
+
 @pytest.mark.long
 def test_bench_chunk_hit(smollm2_folder):
     result = kvmosaic_here("bench", "chunk-hit", "--tokens", 64, "--json")

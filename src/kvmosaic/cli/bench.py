@@ -73,6 +73,42 @@ def eviction(seed: int = 0, json: JsonOption = False) -> None:
         print_json(result)
 
 
+@app.command("discovery")
+def discovery(
+    data: Annotated[
+        str | None, typer.Option(help="A file of examples, whose documents are sent instead of made-up ones.")
+    ] = None,
+    model: ModelOption = "smollm2-135m",
+    prompts: Annotated[int, typer.Option(help="Prompts of each kind of traffic.", min=1)] = 400,
+    seed: int = 0,
+    json: JsonOption = False,
+) -> None:
+    """What chunk_sources=auto finds in traffic without any marks, and what that costs. The model is needed for its
+    tokenizer, with --data alone."""
+    from kvmosaic.bench import discovery
+    from kvmosaic.eval.data import load
+
+    documents = None
+    if data is not None:
+        texts = dict.fromkeys(text for example in load(data, discovery.DOCUMENTS, seed) for text in example.chunks)
+        documents = _tokens(model, list(texts))
+    with console.status("sending prompts"):
+        result = discovery.run(prompts, seed, documents)
+    rows = result["rows"]
+    print_table("shares of the tokens behind the prefix cache", rows[0], (row.values() for row in rows), json=json)
+    if json:
+        print_json(result)
+
+
+def _tokens(model: str, texts: list[str]) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    from kvmosaic.models import resolve
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
 @app.command("store")
 def store(
     remote: Annotated[

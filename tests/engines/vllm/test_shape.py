@@ -10,7 +10,7 @@ from kvmosaic.core.config import load_config
 from kvmosaic.engines.vllm.shape import MAX_SEGMENT_TOKENS, SEGMENT_TOKENS, EngineShape, segment_tokens
 
 
-def shape(window=None, block_size=16, drafts=None, **settings):
+def shape(window=None, block_size=16, drafts=None, prefix_caching=True, **settings):
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=window
     )
@@ -22,7 +22,7 @@ def shape(window=None, block_size=16, drafts=None, **settings):
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
         cache_config=SimpleNamespace(
-            block_size=block_size, hash_block_size=None, prefix_match_unit=None, enable_prefix_caching=True
+            block_size=block_size, hash_block_size=None, prefix_match_unit=None, enable_prefix_caching=prefix_caching
         ),
         model_config=SimpleNamespace(max_model_len=4096, hf_text_config=SimpleNamespace(num_hidden_layers=30)),
     )
@@ -34,6 +34,11 @@ def test_what_vllm_says():
     assert (it.block_size, it.hash_block_size, it.ranks, it.step_tokens) == (16, 16, 2, 512)
     assert (it.max_positions, it.num_layers, it.has_drafts) == (4096, 30, False)
     assert (it.segment_tokens, it.window_tail) == (SEGMENT_TOKENS, None)
+
+
+def test_what_the_prefix_cache_can_hold():
+    assert shape().prefix_cache_tokens == 160
+    assert shape(prefix_caching=False).prefix_cache_tokens == 0
 
 
 def test_segments_are_whole_blocks():

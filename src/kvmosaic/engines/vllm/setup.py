@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
+from kvmosaic.core.discovery import MIN_RUN, Discovery
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.turns import turn_markers
 from kvmosaic.engines.identity import sink_of
 from kvmosaic.engines.vllm.compat.cache import unsupported_cache
 from kvmosaic.engines.vllm.shape import EngineShape
@@ -22,6 +24,12 @@ class EngineSetup:
     """What chunks are computed after."""
     shape: EngineShape
     engine_id: str
+    markers: frozenset[int]
+    """Ids of the tokens between the turns of a conversation."""
+
+    def discovery(self) -> Discovery:
+        """What finds chunks that nobody named."""
+        return Discovery(self.markers, self.shape.prefix_cache_tokens, max(MIN_RUN, self.config.min_chunk_tokens))
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> "EngineSetup":
@@ -44,6 +52,7 @@ class EngineSetup:
             sink_of(config, model.hf_text_config.bos_token_id, tokenizer),
             shape,
             transfer.engine_id,
+            turn_markers(tokenizer),
         )
 
 

@@ -29,6 +29,8 @@ class EngineShape:
     """Most tokens that vLLM computes in a step."""
     max_positions: int
     """The longest sequence."""
+    prefix_cache_tokens: int
+    """What vLLM's own prefix cache can hold; 0 where it is off."""
     num_layers: int
     has_drafts: bool
     """Whether tokens are computed that may turn out never to have been said."""
@@ -44,12 +46,14 @@ class EngineShape:
         # A draft model begins a token before the boundary, and so a block before it.
         reach = None if window is None else reachable_tail(window, size, int(has_drafts))
         cuts = config.window_tails and not looks_inside(config.policy, config.recompute_ratio)
+        caches_prefixes = vllm_config.cache_config.enable_prefix_caching
         return cls(
             block_size=size,
             hash_block_size=hash_block_size(vllm_config, kv_cache_config),
             ranks=vllm_config.parallel_config.tensor_parallel_size,
             step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             max_positions=vllm_config.model_config.max_model_len,
+            prefix_cache_tokens=kv_cache_config.num_blocks * size if caches_prefixes else 0,
             num_layers=vllm_config.model_config.hf_text_config.num_hidden_layers,
             has_drafts=has_drafts,
             segment_tokens=-(-segment_tokens(reach) // size) * size,

@@ -24,6 +24,8 @@ BLOCK, STEP, SEGMENT = 16, 64, 64
 """Tokens of a block, of a step at most, and of an exact prefix entry."""
 SINK = (1, 2, 3)
 """What chunks are computed after."""
+MARKER = 4
+"""The token between two turns."""
 
 init_none_hash(sha256)  # as engines do when they start
 HASHER = get_request_block_hasher(BLOCK, sha256)
@@ -46,6 +48,7 @@ def make_shape(**changes: Any) -> EngineShape:
         "ranks": 1,
         "step_tokens": STEP,
         "max_positions": 2048,
+        "prefix_cache_tokens": 100_000,
         "num_layers": 4,
         "has_drafts": False,
         "segment_tokens": SEGMENT,
@@ -58,7 +61,7 @@ def make_setup(shape: EngineShape, **settings: Any) -> EngineSetup:
     """No tokenizer: requests say where their chunks are."""
     usual = {"miss_policy": "background", "client_parameters": "all"}
     config = load_config(enable_chunk_cache=True, **usual | settings)
-    return EngineSetup(config, ChunkTokenParser(None), SINK, shape, "engine")
+    return EngineSetup(config, ChunkTokenParser(None), SINK, shape, "engine", frozenset({MARKER}))
 
 
 def boundaries_of(parts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

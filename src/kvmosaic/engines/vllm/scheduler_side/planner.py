@@ -5,9 +5,10 @@ import logging
 from typing import Any, NamedTuple
 
 from kvmosaic.core.config import CLIENT_PARAMETERS, ChunkCacheConfig
+from kvmosaic.core.discovery import Discovery
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import ContentHasher
-from kvmosaic.core.limits import shown_id
+from kvmosaic.core.limits import MAX_CHUNKS, shown_id
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.identity import chunk_context
@@ -37,8 +38,15 @@ class Planner:
     """Makes a :class:`ChunkRequest` of a vLLM request, or says why not."""
 
     def __init__(
-        self, config: ChunkCacheConfig, parser: ChunkTokenParser, sink: tuple[int, ...], shape: EngineShape
+        self,
+        config: ChunkCacheConfig,
+        parser: ChunkTokenParser,
+        sink: tuple[int, ...],
+        shape: EngineShape,
+        discovery: Discovery | None = None,
     ) -> None:
+        """``discovery``: finds chunks that nobody named, if that is wanted."""
+        self._discovery = discovery
         self._config = config
         self._parser = parser
         self._sink = sink
@@ -78,9 +86,11 @@ class Planner:
         ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
         policy = self._config.policy if params.policy is None else params.policy
         policy_served(policy, self._shape.num_layers)
+        reason = _cannot_be_reused(request)
+        if self._discovery is not None and reason is None and params.boundaries is None:
+            prompt = _with_runs(prompt, self._discovery, request.cache_salt)
         if not prompt.chunks:
             return None
-        reason = _cannot_be_reused(request)
         if reason is not None:
             return reason
         if looks_inside(policy, ratio) and any(self._shape.is_cut(len(span)) for span in prompt.chunks):
@@ -99,6 +109,13 @@ class Planner:
             digests = tuple(hashlib.sha256(salt + digest).digest()[: len(digest)] for digest in digests)
         turn_ends = tuple(self._parser.turn_ends(prompt))
         return ChunkRequest(request.request_id, prompt, ratio, policy, context, digests, turn_ends)
+
+
+def _with_runs(prompt: ChunkedPrompt, discovery: Discovery, salt: str | None) -> ChunkedPrompt:
+    """The prompt, with text that came back as further chunks."""
+    runs = discovery.find(prompt.token_array, prompt.chunks, salt)[: MAX_CHUNKS - len(prompt.chunks)]
+    chunks = sorted([*prompt.chunks, *runs], key=lambda span: span.start)
+    return ChunkedPrompt(prompt.token_ids, tuple(chunks)) if runs else prompt
 
 
 def _cannot_be_reused(request: Any) -> Fallback | None:

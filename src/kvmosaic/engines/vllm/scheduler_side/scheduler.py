@@ -41,7 +41,8 @@ class ChunkScheduler:
         config, shape = setup.config, setup.shape
         self._config = config
         self._shape = shape
-        self._planner = Planner(config, setup.parser, setup.sink, shape)
+        discovery = setup.discovery() if "auto" in config.sources else None
+        self._planner = Planner(config, setup.parser, setup.sink, shape, discovery)
         self._mirror = StoreMirror(shape.ranks)
         self._admission = Admission(config, shape, self._mirror)
         self._backlog = FillBacklog(shape)

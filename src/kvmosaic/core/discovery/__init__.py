@@ -1,0 +1,5 @@
+"""Finds text that comes back in prompts in which nothing is named."""
+
+from kvmosaic.core.discovery.discovery import MIN_RUN, Discovery
+
+__all__ = ["MIN_RUN", "Discovery"]

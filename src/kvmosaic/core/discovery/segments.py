@@ -1,0 +1,104 @@
+"""A prompt as hashed segments: what is equal is told by numbers, at no cost that grows with its length."""
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmosaic.core.discovery.cuts import Cuts
+from kvmosaic.core.prompt import Span
+
+PRIME = 2**31 - 1
+"""Modulus of each of the two hashes that make one: products fit into 64 bits."""
+_MARK = 1 << 62
+"""A bit that every hash has, so that none is 0."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A prompt's segments ``0 .. count-1``."""
+
+    edges: list[int]
+    """Where each begins, and the prompt's length."""
+    regions: list[Span]
+    """Of each: the tokens around it that are in no barrier; of a barrier, itself."""
+    hashes: npt.NDArray[np.uint64]
+    """Of each segment's tokens; 0 for barriers, which equal nothing."""
+    prefixes: npt.NDArray[np.uint64]
+    """For each segment, of all tokens of the prompt up to its end."""
+    _sums: npt.NDArray[np.uint64]
+    _inverses: npt.NDArray[np.uint64]
+    _salt: int
+
+    def __len__(self) -> int:
+        return len(self.regions)
+
+    def digest(self, start: int, end: int) -> int:
+        """Hash of tokens ``start .. end-1``."""
+        upper, lower = (
+            (self._sums.item(lane, end) - self._sums.item(lane, start)) * self._inverses.item(lane, start) % PRIME
+            for lane in range(2)
+        )
+        return _MARK | (upper << 31 | lower) ^ self._salt
+
+    @cached_property
+    def hash_list(self) -> list[int]:
+        """``hashes``, where they are taken one by one."""
+        hashes: list[int] = self.hashes.tolist()
+        return hashes
+
+
+class SegmentHasher:
+    """Hashes prompts by polynomials over their tokens at two secret points, so that no client can build texts of one
+    hash. Memory: 32 bytes for each token of the longest prompt."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._bases = [secrets.randbelow(PRIME - 2**20) + 2**19 for _ in range(2)]
+        self._powers = np.ones((2, 1), np.uint64)
+        self._inverses = np.ones((2, 1), np.uint64)
+
+    def hash(self, tokens: npt.NDArray[np.int64], cuts: Cuts, salt: str | None) -> Segments:
+        """Prompts of different salts have no hash in common."""
+        while self._powers.shape[1] <= len(tokens):
+            self._grow()
+        prime = np.uint64(PRIME)
+        totals = np.zeros((2, len(tokens) + 1), np.uint64)
+        terms = totals[:, 1:]
+        np.multiply(tokens.astype(np.uint64) + np.uint64(1), self._powers[:, : len(tokens)], out=terms)
+        high = terms >> np.uint64(31)
+        terms &= prime
+        terms += high  # the same modulo the prime, in 32 bits
+        np.cumsum(terms, axis=1, out=terms)  # with room for four billion tokens
+        sums = totals[:, cuts.edges] % prime
+        inverses = self._inverses[:, cuts.edges[:-1]]
+        number = self._salt(salt)
+        hashes = _joined((sums[:, 1:] + prime - sums[:, :-1]) % prime * inverses % prime, number)
+        hashes[cuts.is_barrier] = 0
+        prefixes = _joined(sums[:, 1:], number)
+        return Segments(cuts.edges.tolist(), cuts.regions(), hashes, prefixes, totals, self._inverses, number)
+
+    def _grow(self) -> None:
+        """Twice as many powers."""
+        size, prime = self._powers.shape[1], np.uint64(PRIME)
+        grown = []
+        for table, sign in ((self._powers, 1), (self._inverses, -1)):
+            factors = np.array([[pow(base, sign * size, PRIME)] for base in self._bases], np.uint64)
+            grown.append(np.concatenate((table, table * factors % prime), axis=1))
+        self._powers, self._inverses = grown
+
+    def _salt(self, salt: str | None) -> int:
+        if salt is None:
+            return 0
+        text = salt.encode(errors="surrogatepass")  # JSON can write half of a character
+        digest = hashlib.blake2b(text, key=self._key, digest_size=8).digest()
+        return int.from_bytes(digest, "little") % _MARK
+
+
+def _joined(pairs: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[np.uint64]:
+    """One hash of each pair."""
+    joined: npt.NDArray[np.uint64] = (pairs[0] << np.uint64(31) | pairs[1]) ^ np.uint64(salt) | np.uint64(_MARK)
+    return joined

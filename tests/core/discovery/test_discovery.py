@@ -1,0 +1,194 @@
+"""Text that comes back: found from the third prompt on, whatever stands around it, and nothing else is."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmosaic.core.discovery import MIN_RUN, Discovery
+from kvmosaic.core.prompt import Span
+
+MARKER, PLENTY = 3, 10**9
+
+
+def text(length, rng=random):
+    return [rng.randrange(10, 60_000) for _ in range(length)]
+
+
+def joined(parts):
+    return [token for part in parts for token in part]
+
+
+def contents(tokens, spans):
+    return [tuple(tokens[span.start : span.end]) for span in spans]
+
+
+def share(tokens, spans, stored):
+    """How much of a prompt is in runs that were stored."""
+    return sum(len(each) for each in contents(tokens, spans) if each in stored) / len(tokens)
+
+
+class Engine:
+    """Sends prompts, and stores all their runs behind each."""
+
+    def __init__(self, **arguments):
+        self.discovery = Discovery([MARKER], **{"prefix_tokens": PLENTY} | arguments)
+        self.stored = set()
+
+    def send(self, tokens, covered=(), salt=None):
+        """The runs, and the share of the prompt that is reused."""
+        spans = self.discovery.find(tokens, covered, salt)
+        reused = share(tokens, spans, self.stored)
+        self.stored.update(contents(tokens, spans))
+        return spans, reused
+
+
+ORDERS = [(0, 1, 2, 3), (3, 1, 0, 2), (2, 1, 3, 0), (1, 0, 3, 2)]
+"""No document follows the same one in the first two."""
+
+
+def test_the_first_prompt_shows_a_document_the_second_makes_it_a_run_the_third_finds_it():
+    engine, documents = Engine(), [text(220) for _ in range(4)]
+    for number, order in enumerate(ORDERS):
+        prompt = [*text(30), *joined(documents[index] for index in order), *text(20)]
+        spans, reused = engine.send(prompt)
+        if number == 0:
+            assert spans == []
+        else:
+            assert sum(map(len, spans)) > 0.85 * 880
+        assert (reused > 0.75) == (number >= 2)
+
+
+def test_the_whole_document_is_one_run_also_where_a_part_of_it_came_back_first():
+    engine = Engine()
+    first, second = text(200), text(200)
+    for begin in (first, [*text(9), *first], [*text(9), *first]):
+        engine.send([*begin, *text(50)])
+    whole = [*first, *second]
+    lengths = []
+    for _ in range(9):
+        spans, _ = engine.send([*text(40), *whole, *text(40)])
+        lengths.append([len(span) for span in spans])
+    assert len(lengths[1]) == 2  # what is stored is used at first
+    [length] = lengths[-1]
+    assert length > 350
+
+
+def test_documents_that_stand_beside_each_other_by_chance_stay_apart():
+    engine, documents = Engine(), [text(200) for _ in range(6)]
+    for _ in range(40):
+        spans, _ = engine.send([*text(40), *joined(random.sample(documents, 4)), *text(20)])
+    assert sum(len(span) < 210 for span in spans) >= 2
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_every_run_is_a_text_that_an_earlier_prompt_had(seed, with_markers):
+    rng = random.Random(seed)
+    documents = [text(rng.randrange(5, 400), rng) for _ in range(6)]
+    discovery, again, earlier = Discovery([MARKER], PLENTY), Discovery([MARKER], PLENTY), []
+    again._hasher = discovery._hasher  # what tables forget depends on its secrets
+    for _ in range(8):
+        parts = [text(rng.randrange(30), rng)]
+        for document in rng.choices(documents, k=rng.randrange(6)):
+            parts += [document[: rng.choice([len(document), 150])], [MARKER] if with_markers else text(1, rng)]
+        prompt = [*joined(parts), *text(rng.randrange(1, 9), rng)]
+        places = sorted(rng.sample(range(len(prompt) + 1), 2)) if len(prompt) > 1 else [0, 1]
+        covered = [Span(*places)] if rng.random() < 0.5 else []
+        spans = discovery.find(prompt, covered)
+        assert spans == again.find(prompt, covered)
+        end = 0
+        for span in spans:
+            assert end <= span.start < span.end < len(prompt)
+            assert len(span) >= MIN_RUN
+            assert MARKER not in prompt[span.start : span.end]
+            assert not set(span.positions) & {position for each in covered for position in each.positions}
+            end = span.end
+            tokens = prompt[span.start : span.end]
+            assert any(
+                tokens == other[at : at + len(tokens)] for other in earlier for at in _places(other, tokens[0])
+            )
+        earlier.append(prompt)
+
+
+def _places(tokens, token):
+    return [index for index, each in enumerate(tokens) if each == token]
+
+
+@given(st.integers(0, 2**32))
+def test_what_is_found_does_not_depend_on_what_stands_around(seed):
+    rng = random.Random(seed)
+    document = text(rng.randrange(120, 500), rng)
+    found = []
+    engine = Engine()
+    for _ in range(5):
+        left = text(rng.randrange(1, 60), rng)
+        prompt = [*left, *document, *text(rng.randrange(1, 60), rng)]
+        found.append([Span(span.start - len(left), span.end - len(left)) for span in engine.send(prompt)[0]])
+    # Text around it may agree by chance on the cut at an edge.
+    for spans in found[1:]:
+        assert len(spans) == 1
+        assert spans[0].start <= 60
+        assert spans[0].end >= len(document) - 60
+
+
+# --- what the prefix cache has
+
+
+def test_a_prompt_that_is_sent_again_has_no_runs():
+    engine, prompt = Engine(), text(1000)
+    assert [engine.send(prompt)[0] for _ in range(3)] == [[], [], []]
+
+
+def test_a_conversation_that_goes_on_has_the_chunks_it_had():
+    engine, documents = Engine(), [text(200) for _ in range(4)]
+    talk = [*text(50), *documents[0], MARKER, *text(100), MARKER]
+    assert engine.send(talk)[0] == []
+    for _ in range(3):
+        engine.send([*text(50), *documents[0], *documents[1], *text(30)])
+    first, _ = engine.send([*talk, *documents[1], MARKER])
+    assert contents([*talk, *documents[1]], first)  # the second document is a run by now
+    assert all(span.start >= len(talk) for span in first)  # the first one was none when it was computed
+    longer = [*talk, *documents[1], MARKER, *text(90), MARKER]
+    assert engine.send([*longer, *text(80)])[0] == first
+    assert engine.send(longer)[0] == first
+
+
+def test_beginnings_that_the_prefix_cache_cannot_hold_are_looked_at_again():
+    documents = [text(300), text(300)]
+    for room, is_found in ((PLENTY, False), (2000, True), (0, True)):
+        engine = Engine(prefix_tokens=room)
+        prompt = joined(documents)
+        engine.send([*prompt, 5])
+        engine.send([*text(20), *prompt, 5])
+        engine.send(text(3000))
+        assert bool(engine.send([*prompt, 6])[0]) == is_found
+
+
+# --- apart
+
+
+def test_prompts_of_different_salts_never_see_each_other():
+    engine, document = Engine(), text(300)
+    for salt in (None, "mine", "yours", "\ud800"):
+        assert engine.send([*text(20), *document, 5], salt=salt)[0] == []
+    assert engine.send([*text(20), *document, 5], salt="mine")[0]
+    assert engine.send([*text(20), *document, 5], salt="others")[0] == []
+
+
+def test_what_is_named_already_is_no_run():
+    engine, documents = Engine(), [text(200), text(200)]
+    for _ in range(4):
+        left = text(20)
+        prompt = [*left, *joined(documents), 5]
+        named = Span(20, 220)
+        spans, reused = engine.send(prompt, [named])
+        assert all(span.start >= named.end for span in spans)
+    assert reused > 0.4
+
+
+@pytest.mark.parametrize("length", [1, MIN_RUN, MIN_RUN + 1])
+def test_short_prompts(length):
+    engine, prompt = Engine(), text(length)
+    for _ in range(3):
+        assert engine.send([*prompt])[0] == []

@@ -1,0 +1,130 @@
+"""Chunks that nobody named: what the scheduler makes of text that comes back."""
+
+import random
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from kvmosaic.core.prompt import Span
+from tests.engines.vllm.scheduler_side.fakes import MARKER, STEP, Side, digest_of, make_request
+
+AUTO = {"chunk_sources": "auto"}
+
+
+def words(length):
+    return [random.randrange(10, 60_000) for _ in range(length)]
+
+
+def ask(side, number, *parts, **arguments):
+    tokens = [token for part in parts for token in part]
+    return side.add(make_request(f"request {number}", tokens, report=True, **arguments))
+
+
+def chunks(side, request):
+    ours = side.scheduler._requests.get(request.request_id)
+    return [] if ours is None else [list(ours.prompt.tokens_of(span)) for span in ours.prompt.chunks]
+
+
+def test_from_the_third_prompt_on_documents_are_reused():
+    side, documents = Side(**AUTO), [words(200), words(200)]
+    orders = [(0, 1), (1, 0), (1, 0), (0, 1)]
+    found = []
+    for number, order in enumerate(orders):
+        request = ask(side, number, words(20), *(documents[index] for index in order), words(10))
+        found.append(chunks(side, request))
+        for chunk in found[-1]:
+            side.store(chunk)
+        matched, _ = side.ask(request)
+        if number < 2:
+            assert found[-1] == [] or number == 1
+        else:
+            assert matched is not None
+            assert matched > 380  # all that stands before the end of the second document
+            assert sum(map(len, found[-1])) > 0.85 * 400
+    assert len(found[1]) == 2
+
+
+def test_a_run_is_missing_for_the_prompt_that_shows_it_and_filled_behind_it():
+    side, document = Side(shape={"step_tokens": 8 * STEP}, **AUTO), words(200)
+    first = ask(side, 1, words(20), document, words(10))
+    assert side.ask(first) == (0, False)
+    assert side.scheduler.finished(first) == {"mode": "plain", "fallback_reason": None}
+    second = ask(side, 2, words(20), document, words(10))
+    [run] = chunks(side, second)
+    assert side.ask(second) == (0, False)
+    filled = [digest for _ in range(3) for fill in side.run("request 2").fills for digest, _ in fill.chunks]
+    assert filled == [digest_of(run)]
+
+
+def test_prompts_in_which_nothing_comes_back_stay_vllms():
+    side = Side(**AUTO)
+    for number in range(5):
+        request = ask(side, number, words(300))
+        plain = list(request.block_hashes)
+        assert side.ask(request) == (0, False)
+        assert side.scheduler.finished(request) == {"mode": "plain", "fallback_reason": None}
+        assert list(request.block_hashes) == plain
+    assert side.counts("requests") == {"plain": 5}
+
+
+def test_the_same_prompt_again_has_the_same_hashes():
+    side, document = Side(**AUTO), words(200)
+    prompts = [[*words(20), *document, *words(40)] for _ in range(3)]
+    hashes = [list(ask(side, number, prompt).block_hashes) for number, prompt in enumerate(prompts)]
+    again = [list(ask(side, 10 + number, prompt).block_hashes) for number, prompt in enumerate(prompts)]
+    assert again == hashes
+    longer = [list(ask(side, 20 + number, prompt, words(50)).block_hashes) for number, prompt in enumerate(prompts)]
+    assert [each[: len(old)] for each, old in zip(longer, hashes, strict=True)] == hashes
+
+
+def test_nothing_is_looked_for_unless_it_is_asked_for():
+    side, document = Side(), words(200)
+    for number in range(4):
+        assert chunks(side, ask(side, number, words(20), document, words(10))) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"fields": {"lora_request": LoRARequest("adapter", 1, "/adapter")}},
+        {"sampling": {"prompt_logprobs": 1}},
+        {"chunk_cache": False},
+    ],
+    ids=["lora", "prompt-logprobs", "not-wanted"],
+)
+def test_requests_that_cannot_be_reused_neither_find_nor_show_anything(arguments):
+    side, document = Side(**AUTO), words(200)
+    for number in range(3):
+        request = ask(side, number, words(20), document, words(10), **arguments)
+        assert chunks(side, request) == []
+        assert side.scheduler.finished(request)["fallback_reason"] is None
+    assert chunks(side, ask(side, 10, words(20), document, words(10))) == []
+    assert chunks(side, ask(side, 11, words(20), document, words(10)))
+
+
+def test_where_a_request_says_where_its_chunks_are_nothing_else_is_one():
+    side, documents = Side(**AUTO), [words(200), words(200)]
+    for number in range(4):
+        parts = (words(20), documents[0], [*documents[1], *words(10)])
+        request = side.add(make_request(f"request {number}", *parts))
+        assert chunks(side, request) == [documents[0]]
+
+
+def test_salts_and_turns():
+    side, document = Side(**AUTO), words(200)
+    for number in range(4):
+        request = ask(side, number, words(20), document, words(10), cache_salt=f"user {number}")
+        assert chunks(side, request) == []
+    for number in range(10, 13):
+        request = ask(side, number, words(20), document[:100], [MARKER], document[100:], words(10))
+    ours = side.ours(request)
+    assert len(ours.prompt.chunks) == 2
+    assert all(MARKER not in chunk for chunk in chunks(side, request))
+
+
+def test_settings_can_ask_for_longer_runs():
+    side, documents = Side(min_chunk_tokens=150, **AUTO), [words(200), words(120)]
+    for number in range(3):
+        request = ask(side, number, words(20), documents[0], words(9), documents[1], words(10))
+    assert [len(chunk) > 150 for chunk in chunks(side, request)] == [True]
+    assert side.ours(request).prompt.chunks[0].start < Span(0, 60).end

@@ -1,0 +1,80 @@
+"""Documents that nobody named, in a running engine: found when they come back in another order, filled in the
+background, and at ratio 1 answers are those of plain vLLM."""
+
+import random
+
+import pytest
+
+from tests.engines.vllm.helpers import (
+    ask,
+    draw,
+    measure_nothing,
+    plain_answer,
+    report,
+    same,
+    set_miss_policy,
+    start,
+)
+
+pytestmark = pytest.mark.engine
+
+DOCUMENT, COUNT = 220, 4
+ORDERS = [(0, 1, 2, 3), (3, 1, 0, 2), (2, 1, 3, 0), (1, 0, 3, 2)]
+"""No document follows the same one in the first two."""
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama):
+    return start(tiny_llama, skip_tokenizer_init=True, chunk_sources="auto")
+
+
+def prompts():
+    """The same documents in other orders, between texts of their own."""
+    documents = [draw(DOCUMENT) for _ in range(COUNT)]
+    return [
+        [*draw(random.randrange(20, 40)), *(token for index in order for token in documents[index]), *draw(12)]
+        for order in ORDERS
+    ]
+
+
+def serve(llm, tokens, **params):
+    """With an answer that is long enough for fills behind it."""
+    [output] = ask(llm, tokens, max_tokens=60, report=True, **params)
+    return output
+
+
+def test_from_the_third_prompt_on_most_of_the_documents_is_reused(llm, monkeypatch):
+    measure_nothing(monkeypatch)
+    told = [report(serve(llm, tokens, recompute_ratio=0.0)) for tokens in prompts()]
+    assert [each["mode"] for each in told] == ["plain", "plain", "reuse", "reuse"]
+    assert told[0]["fallback_reason"] is None  # nothing came back yet
+    for each in told[2:]:
+        assert each["reused_tokens"] >= 0.7 * COUNT * DOCUMENT
+
+
+def test_at_ratio_one_answers_are_those_of_plain_vllm(llm, monkeypatch):
+    set_miss_policy(monkeypatch, llm, "fill-first")  # nobody else would compute all and call it reuse
+    modes = []
+    for tokens in prompts():
+        ours = serve(llm, tokens, recompute_ratio=1.0)
+        modes.append(report(ours)["mode"])
+        [theirs] = ask(llm, tokens, max_tokens=60, salt=f"{random.random()}", chunk_cache=False)
+        same(ours, theirs)
+    assert modes == ["plain", "fill", "reuse", "reuse"]
+
+
+def test_prompts_in_which_nothing_comes_back_are_served_as_by_plain_vllm(llm):
+    for _ in range(3):
+        tokens = draw(400)
+        [ours] = ask(llm, tokens, report=True)
+        assert report(ours) == {"mode": "plain", "fallback_reason": None}
+        same(ours, plain_answer(llm, tokens), tolerance=0)
+
+
+def test_a_prompt_that_is_sent_again_is_found_in_vllms_prefix_cache(llm, monkeypatch):
+    measure_nothing(monkeypatch)
+    for tokens in prompts():
+        first = serve(llm, tokens, recompute_ratio=0.0)
+        again = serve(llm, tokens, recompute_ratio=0.0)
+        assert again.num_cached_tokens >= len(tokens) - 64
+        same(again, first)
