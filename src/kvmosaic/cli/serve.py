@@ -73,8 +73,7 @@ def serve(
         ours = engine_arguments(config)
         transfer = json.dumps(ours["kv_transfer_config"])
         options += ["--worker-cls", ours["worker_cls"], "--kv-transfer-config", transfer]
-        names_or_reports = config.sources - {"auto"} or "report" in config.allowed_parameters
-        if names_or_reports and MIDDLEWARE not in options:
+        if MIDDLEWARE not in options:
             options += ["--middleware", MIDDLEWARE]
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     command = ServeCommand()

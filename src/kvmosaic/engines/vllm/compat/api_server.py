@@ -11,7 +11,10 @@ class ServedEngine:
     """The engine behind an API server."""
 
     client: Any
-    model: str
+    model_config: Any
+    """vLLM's."""
+    chat_template: str | None
+    """What the server was started with: a file or a template, if anything."""
     connector: str | None
     """The class of its KV connector, if it has one."""
     settings: Mapping[str, Any]
@@ -27,7 +30,8 @@ def served_engine(app: Any) -> ServedEngine | None:
     transfer = config.kv_transfer_config
     return ServedEngine(
         client,
-        config.model_config.model,
+        config.model_config,
+        getattr(getattr(state, "args", None), "chat_template", None),
         transfer and transfer.kv_connector,
         (transfer and transfer.kv_connector_extra_config) or {},
     )

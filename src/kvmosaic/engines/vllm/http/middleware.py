@@ -1,16 +1,19 @@
-"""The middleware of vLLM's HTTP server that names a request's documents and brings reports to clients."""
+"""The middleware of vLLM's HTTP server: names documents, brings reports to clients, lets administrators in."""
 
 import logging
+from threading import Thread
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.compat.api_server import served_engine, watch_transfer_params
+from kvmosaic.engines.vllm.http.admin import PREFIX, AdminApp
 from kvmosaic.engines.vllm.http.answer import HEADER, AnswerWithReport
 from kvmosaic.engines.vllm.http.asgi import App, Receive, Scope, Send
 from kvmosaic.engines.vllm.http.report import ReportNote, keep_report, report_taker
 from kvmosaic.engines.vllm.http.request import FIELDS, DocumentNamer, NamedRequest
+from kvmosaic.engines.vllm.http.template import say_which_sources_work
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +27,18 @@ class ChunkMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._admin = AdminApp.from_environment()
         self._config: ChunkCacheConfig | None = None
         self._has_looked = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or whatever else a server tells its application."""
-        path = ""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-        config = self._engine_config(scope.get("app")) if path in FIELDS else None
-        if config is None:
+        config = self._engine_config(scope.get("app"))  # also when the server starts
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        if config is not None and self._admin is not None and path.startswith(PREFIX):
+            await self._admin(scope, receive, send)
+            return
+        if config is None or path not in FIELDS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         note = ReportNote()
@@ -51,8 +56,10 @@ class ChunkMiddleware:
         self._has_looked = True
         if engine.connector == CONNECTOR:
             try:
-                self._config = load_config(engine.model, **engine.settings)
+                self._config = load_config(engine.model_config.model, **engine.settings)
             except KvmosaicError as error:
                 logger.error("documents are not named, as the settings cannot be read: %s", error)
             watch_transfer_params(engine.client, report_taker)
+            arguments = engine.model_config, engine.chat_template
+            Thread(target=say_which_sources_work, args=arguments, daemon=True).start()
         return self._config
