@@ -1,110 +1,18 @@
-"""The middleware in front of a real application, without an engine."""
+"""Requests through the middleware: documents are named, and nothing else changes."""
 
 import asyncio
 import json
-from types import SimpleNamespace
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
-from starlette.testclient import TestClient
-from vllm.config import KVTransferConfig
+from starlette.responses import JSONResponse
 
 from kvmosaic.core.limits import MAX_DOCUMENTS
 from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.http import request as request_module
-from kvmosaic.engines.vllm.http.report import ReportNote, keep_report
-from kvmosaic.engines.vllm.http.request import FIELDS
 from kvmosaic.vllm import ChunkMiddleware
-
-CHAT = "/v1/chat/completions"
-ONE, TWO = "The ferry leaves at 6:40 in summer.", "The bakery is closed on Mondays."
-REPORT = {
-    "mode": "fill",
-    "reused_tokens": 12,
-    "chunks": [{"status": status, "tier": None} for status in ("cached", "cached", "filled")],
-}
-OUTPUTS = [SimpleNamespace(kv_transfer_params=None), SimpleNamespace(kv_transfer_params=REPORT)]
-
-
-class Engine:
-    """What an API server has of an engine: all requests get two outputs, of which the last has a report."""
-
-    def __init__(self):
-        self.is_closed = False
-
-    async def generate(self, *args, **kwargs):
-        try:
-            for output in OUTPUTS:
-                yield output
-        finally:
-            self.is_closed = True
-
-
-def client_of(connector=CONNECTOR, **settings):
-    """A client of a server that answers as vLLM does, and keeps the requests it got in ``app.state.bodies``."""
-
-    async def answer(request):
-        body = await request.body()
-        request.app.state.bodies.append(body)
-        request.app.state.lengths.append(request.headers.get("content-length"))
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError):
-            return JSONResponse({"error": "no JSON"}, 400)
-        generator = request.app.state.engine_client.generate("prompt", None, "id")
-        if not isinstance(fields, dict) or not fields.get("stream"):
-            return JSONResponse({"outputs": len([output async for output in generator])})
-        return StreamingResponse(events(generator, request.url.path), media_type="text/event-stream")
-
-    async def events(generator, path):
-        async for _ in generator:
-            if path == "/v1/messages":
-                yield 'event: message_delta\ndata: {"type": "message_delta"}\n\n'
-            else:
-                yield 'data: {"id": "chat-1", "object": "chunk", "created": 5, "model": "m", "choices": [{}]}\n\n'
-        yield (
-            'event: message_stop\ndata: {"type": "message_stop"}\n\n'
-            if path == "/v1/messages"
-            else "data: [DONE]\n\n"
-        )
-
-    app = Starlette(routes=[Route(path, answer, methods=["POST"]) for path in (*FIELDS, "/v1/embeddings")])
-    app.add_middleware(ChunkMiddleware)
-    settings = {"enable_chunk_cache": True, "chunk_separator": None, "client_parameters": "all"} | settings
-    transfer = connector and KVTransferConfig(
-        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=settings
-    )
-    app.state.vllm_config = SimpleNamespace(
-        kv_transfer_config=transfer, model_config=SimpleNamespace(model="no-such-model")
-    )
-    app.state.engine_client = Engine()
-    app.state.bodies, app.state.lengths = [], []
-    return TestClient(app)
-
-
-def chat(*parts, **more):
-    content = [{"type": "text", "text": part} for part in parts]
-    return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
-
-
-def got(client, body, path=CHAT, **headers):
-    """The bytes that the server got of a request."""
-    body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    client.post(path, content=body, headers=headers)
-    assert client.app.state.lengths[-1] == str(len(client.app.state.bodies[-1]))
-    return client.app.state.bodies[-1]
-
-
-def parameters(client, body, path=CHAT, **headers):
-    return json.loads(got(client, body, path, **headers)).get("kv_transfer_params")
-
-
-# --- requests
+from tests.engines.vllm.http.application import CHAT, ONE, TWO, chat, client_of, got, parameters
 
 HALF = json.dumps(chat(f"{ONE} \ud800", "When?")).encode()
 """A body with half of a character, which JSON can write and nobody can encode."""
@@ -279,105 +187,3 @@ def test_no_other_field_ever_changes(fields, is_ascii):
     elif (sent or {}).get("documents") is None:
         assert made == {**(sent or {}), "documents": made["documents"]}
         assert ONE in made["documents"]
-
-
-# --- reports
-
-
-def test_a_report_comes_as_a_header():
-    client = client_of()
-    for body, headers in (
-        (chat(ONE, "When?", kv_transfer_params={"report": True}), {}),
-        (chat(ONE, "When?"), {"X-KVMosaic": "report"}),
-    ):
-        answer = client.post(CHAT, json=body, headers=headers)
-        assert answer.json() == {"outputs": 2}
-        assert json.loads(answer.headers["x-kvmosaic"]) == {
-            "mode": "fill",
-            "reused_tokens": 12,
-            "chunks": {"cached": 2, "filled": 1},
-        }
-        sent = json.loads(client.app.state.bodies[-1])["kv_transfer_params"]
-        assert sent == {"documents": [ONE], "report": True}
-
-
-def test_the_header_alone_adds_a_parameter():
-    client = client_of(chunk_sources="none")
-    assert parameters(client, {}, "/v1/completions", **{"x-kvmosaic": "report"}) == {"report": True}
-    sent = {"report": False}
-    assert parameters(client, {"kv_transfer_params": sent}, **{"x-kvmosaic": "report"}) == sent
-
-
-def test_nobody_gets_a_report_without_asking_or_where_it_is_not_allowed():
-    asks = chat(ONE, "When?", kv_transfer_params={"report": True})
-    for client, body in ((client_of(), chat(ONE, "When?")), (client_of(client_parameters="documents"), asks)):
-        assert "x-kvmosaic" not in client.post(CHAT, json=body).headers
-        streamed = client.post(CHAT, json={**body, "stream": True}).text
-        assert streamed.count("data:") == 3
-        assert "kvmosaic" not in streamed
-        assert "kv_transfer_params" not in streamed
-
-
-def test_a_stream_ends_with_a_chunk_that_has_the_report():
-    answer = client_of().post(CHAT, json=chat(ONE, "When?", stream=True), headers={"x-kvmosaic": "report"})
-    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n")]
-    assert events[-2:] == ["[DONE]", ""]
-    assert json.loads(events[-3]) == {
-        "id": "chat-1",
-        "object": "chunk",
-        "created": 5,
-        "model": "m",
-        "choices": [],
-        "kv_transfer_params": REPORT,
-    }
-    assert len(events) == 5
-    assert "x-kvmosaic" not in answer.headers
-
-
-def test_other_streams_end_with_a_comment():
-    body = chat(ONE, "When?", stream=True, kv_transfer_params={"report": True})
-    answer = client_of().post("/v1/messages", json=body)
-    *events, comment, end = answer.text.split("\n\n")
-    assert end == ""
-    assert events[-1].startswith("event: message_stop")
-    assert json.loads(comment.removeprefix(": kvmosaic ")) == REPORT
-
-
-def test_who_stops_listening_ends_the_request_at_once():
-    """vLLM aborts a request when the generator of its outputs is closed."""
-    client = client_of()
-    client.post(CHAT, json=chat("When?"))  # from here on outputs are watched
-    engine = client.app.state.engine_client
-    engine.is_closed = False
-
-    async def listen_once():
-        note = ReportNote()
-        note.is_asked_for = True
-        keep_report(note)
-        outputs = engine.generate()
-        await outputs.__anext__()
-        assert not engine.is_closed
-        await outputs.aclose()
-        assert engine.is_closed
-
-    asyncio.run(listen_once())
-
-
-def test_reports_of_requests_at_the_same_time_are_kept_apart():
-    client = client_of()
-    numbers = iter(range(9))
-
-    async def generate(*args, **kwargs):
-        number = next(numbers)
-        await asyncio.sleep(0.01)
-        yield SimpleNamespace(kv_transfer_params={"mode": f"number {number}"})
-
-    async def ask_all():
-        transport = httpx.ASGITransport(client.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-            asked = (http.post(CHAT, json=chat("When?"), headers={"x-kvmosaic": "report"}) for _ in range(9))
-            return await asyncio.gather(*asked)
-
-    client.app.state.engine_client.generate = generate
-    modes = [json.loads(answer.headers["x-kvmosaic"])["mode"] for answer in asyncio.run(ask_all())]
-    assert sorted(modes) == [f"number {number}" for number in range(9)]

@@ -1,0 +1,96 @@
+"""A real application behind the middleware, which answers as vLLM's server does, without an engine."""
+
+import json
+from types import SimpleNamespace
+
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+from vllm.config import KVTransferConfig
+
+from kvmosaic.engines.vllm.arguments import CONNECTOR
+from kvmosaic.engines.vllm.http.request import FIELDS
+from kvmosaic.vllm import ChunkMiddleware
+
+CHAT = "/v1/chat/completions"
+ONE, TWO = "The ferry leaves at 6:40 in summer.", "The bakery is closed on Mondays."
+REPORT = {
+    "mode": "fill",
+    "reused_tokens": 12,
+    "chunks": [{"status": status, "tier": None} for status in ("cached", "cached", "filled")],
+}
+OUTPUTS = [SimpleNamespace(kv_transfer_params=None), SimpleNamespace(kv_transfer_params=REPORT)]
+
+
+class Engine:
+    """What an API server has of an engine: all requests get two outputs, of which the last has a report."""
+
+    def __init__(self):
+        self.is_closed = False
+
+    async def generate(self, *args, **kwargs):
+        try:
+            for output in OUTPUTS:
+                yield output
+        finally:
+            self.is_closed = True
+
+
+def client_of(connector=CONNECTOR, **settings):
+    """A client of a server that answers as vLLM does, and keeps the requests it got in ``app.state.bodies``."""
+
+    async def answer(request):
+        body = await request.body()
+        request.app.state.bodies.append(body)
+        request.app.state.lengths.append(request.headers.get("content-length"))
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError):
+            return JSONResponse({"error": "no JSON"}, 400)
+        generator = request.app.state.engine_client.generate("prompt", None, "id")
+        if not isinstance(fields, dict) or not fields.get("stream"):
+            return JSONResponse({"outputs": len([output async for output in generator])})
+        return StreamingResponse(events(generator, request.url.path), media_type="text/event-stream")
+
+    async def events(generator, path):
+        async for _ in generator:
+            if path == "/v1/messages":
+                yield 'event: message_delta\ndata: {"type": "message_delta"}\n\n'
+            else:
+                yield 'data: {"id": "chat-1", "object": "chunk", "created": 5, "model": "m", "choices": [{}]}\n\n'
+        yield (
+            'event: message_stop\ndata: {"type": "message_stop"}\n\n'
+            if path == "/v1/messages"
+            else "data: [DONE]\n\n"
+        )
+
+    app = Starlette(routes=[Route(path, answer, methods=["POST"]) for path in (*FIELDS, "/v1/embeddings")])
+    app.add_middleware(ChunkMiddleware)
+    settings = {"enable_chunk_cache": True, "chunk_separator": None, "client_parameters": "all"} | settings
+    transfer = connector and KVTransferConfig(
+        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=settings
+    )
+    app.state.vllm_config = SimpleNamespace(
+        kv_transfer_config=transfer, model_config=SimpleNamespace(model="no-such-model")
+    )
+    app.state.engine_client = Engine()
+    app.state.bodies, app.state.lengths = [], []
+    return TestClient(app)
+
+
+def chat(*parts, **more):
+    content = [{"type": "text", "text": part} for part in parts]
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
+
+
+def got(client, body, path=CHAT, **headers):
+    """The bytes that the server got of a request."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    client.post(path, content=body, headers=headers)
+    assert client.app.state.lengths[-1] == str(len(client.app.state.bodies[-1]))
+    return client.app.state.bodies[-1]
+
+
+def parameters(client, body, path=CHAT, **headers):
+    return json.loads(got(client, body, path, **headers)).get("kv_transfer_params")
