@@ -235,7 +235,7 @@ def langchain(url):
     try:
         from langchain_openai import ChatOpenAI
     except ImportError:
-        missing("there is no package langchain-openai", "the extra `dev` installs it")
+        missing("there is no package langchain-openai", "`make test-vllm` installs it")
     return ChatOpenAI(
         model=MODEL,
         base_url=f"{url}/v1",
@@ -285,7 +285,7 @@ def test_llama_index(url, share):
         from llama_index.core.llms import ChatMessage
         from llama_index.llms.openai_like import OpenAILike
     except ImportError:
-        missing("there is no package llama-index-llms-openai-like", "the extra `dev` installs it")
+        missing("there is no package llama-index-llms-openai-like", "`make test-vllm` installs it")
 
     def model(**more):
         return OpenAILike(
@@ -313,3 +313,21 @@ def test_llama_index(url, share):
         ChatMessage(role="user", content="\n\n".join([*shuffled(), QUESTION])),
     ]
     assert share(named.chat(messages).raw.kv_transfer_params) >= SHARE
+
+
+@pytest.mark.long
+def test_a_chain_that_nobody_changed(tmp_path, share):
+    """All of its prompt is one text, and nothing in it is named: from the third request on it is reused."""
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_openai import ChatOpenAI
+
+    template = ChatPromptTemplate.from_template("{system}\n\n{context}\n\nQuestion: {question}")
+    options = ["--max-model-len", "2048", "--client-parameters", "all", "--chunk-sources", "auto"]
+    with serving(MODEL, tmp_path / "log", *options, KVMOSAIC_MISS_POLICY="fill-first") as url:
+        more = {"default_headers": ASKS, "include_response_headers": True}
+        chain = template | ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=4, **more)
+        for number in range(5):
+            context = "\n\n".join(DOCUMENTS if number == 0 else DOCUMENTS[::-1] if number == 1 else shuffled())
+            answer = chain.invoke({"system": system_prompt(), "context": context, "question": QUESTION})
+            if number >= 2:
+                assert share(answer.response_metadata["headers"]["x-kvmosaic"]) >= 0.7
