@@ -1,9 +1,12 @@
 """vLLM's API server, seen from a middleware of it."""
 
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
+
+from vllm import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,16 @@ def served_engine(app: Any) -> ServedEngine | None:
         transfer and transfer.kv_connector,
         (transfer and transfer.kv_connector_extra_config) or {},
     )
+
+
+async def run_request(client: Any, tokens: list[int], answer: int, params: Mapping[str, Any] | None = None) -> None:
+    """Have the engine answer a prompt of ``tokens`` with ``answer`` tokens, which nobody reads. ``params`` are its
+    ``kv_transfer_params``."""
+    extra = {"kv_transfer_params": dict(params)} if params else None
+    sampling = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False, extra_args=extra)
+    prompt = {"type": "token", "prompt_token_ids": tokens}  # as vLLM's own renderer makes it
+    async for _ in client.generate(prompt, sampling, request_id=f"kvmosaic-{uuid.uuid4().hex}"):
+        pass
 
 
 def watch_transfer_params(client: Any, watcher: Callable[[], Callable[[Any], None] | None]) -> None:

@@ -2,17 +2,15 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-from vllm import SamplingParams
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.engines.identity import sink_of
+from kvmosaic.engines.vllm.compat.api_server import run_request
 from kvmosaic.engines.vllm.setup import load_tokenizer
 
 AROUND = ("a\n\n", "\n\nb")
@@ -76,15 +74,10 @@ class Caretaker:
         if await self._holds(document):
             return {**told, "state": "known"}
         await self._refuse_what_cannot_be_filled(document)
-        sampling = SamplingParams(
-            max_tokens=max(1, min(WARM_TOKENS, self._model.max_model_len - len(document.prompt))),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": {"documents": [text]}},
-        )
+        answer = max(1, min(WARM_TOKENS, self._model.max_model_len - len(document.prompt)))
         deadline = time.monotonic() + WARM_SECONDS
         while time.monotonic() < deadline:
-            await self._generate(document.prompt, sampling)
+            await run_request(self._client, document.prompt, answer, {"documents": [text]})
             if await self._holds(document):
                 return {**told, "state": "filled"}
         raise RefusedError(503, f"not filled within {WARM_SECONDS:.0f} s; the store or the engine's blocks are full")
@@ -160,12 +153,7 @@ class Caretaker:
 
     async def _settle(self) -> None:
         """Have the scheduler hear of what workers no longer have: they tell it with their next step."""
-        await asyncio.wait_for(self._generate([0], SamplingParams(max_tokens=1, detokenize=False)), SETTLE_SECONDS)
-
-    async def _generate(self, tokens: list[int], sampling: SamplingParams) -> None:
-        prompt = {"type": "token", "prompt_token_ids": tokens}  # as vLLM's own renderer makes it
-        async for _ in self._client.generate(prompt, sampling, request_id=f"kvmosaic-{uuid.uuid4().hex}"):
-            pass
+        await asyncio.wait_for(run_request(self._client, [0], 1), SETTLE_SECONDS)
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = await self._client.collective_rpc(method, args=args)
