@@ -50,6 +50,7 @@ class ChunkTokenParser:
         self._pieces = None if tokenizer is None else TokenBytes(tokenizer)
         self._texts = None if self._pieces is None else PromptTexts(self._pieces)
         self._markers = turn_markers(tokenizer)
+        self._marker_ids = np.array(sorted(self._markers), dtype=np.int64)
         if tokenizer is None or not separator:
             return
         if len(self._part_starts(self._text(tokenizer.encode(f"a{separator}b")), None)) != 2:
@@ -89,7 +90,8 @@ class ChunkTokenParser:
         text = self._texts.of(ids)
         found = find_documents(text, documents, self._normalize)
         # Something must be left to prefill, and a text that holds a role marker means something only where it stands.
-        chunks = [span for span in found.spans if span.end < len(tokens) and self._is_of_one_turn(tokens, span)]
+        bounds = [*np.flatnonzero(np.isin(ids, self._marker_ids)).tolist(), len(tokens) - 1]
+        chunks = [span for span in found.spans if span.end <= bounds[bisect_left(bounds, span.start)]]
         if self._separator:
             chunks = _with(chunks, self._separated(tokens, text, question))
         return NamedPrompt(self._worth_storing(ChunkedPrompt(tokens, tuple(chunks))), found.absent)
