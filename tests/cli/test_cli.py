@@ -181,6 +181,12 @@ def test_bench_eviction_beats_lru():
         assert row["s3fifo_hit_rate"] > row["lru_hit_rate"]
 
 
+def test_bench_documents(smollm2_folder):
+    rows = kvmosaic_here("bench", "documents", "--tokens", 2000, "--repeats", 2, "--json")["rows"]
+    assert [row["documents"] for row in rows] == [5, 20, 60]
+    assert all(row["ms_per_10k"] > 0 for row in rows)
+
+
 def test_bench_discovery_finds_most_of_what_comes_back():
     rows = kvmosaic_here("bench", "discovery", "--prompts", 60, "--json")["rows"]
     assert [row["traffic"] for row in rows] == ["RAG, other order", "RAG, numbered", "chat", "agent"]

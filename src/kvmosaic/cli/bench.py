@@ -100,12 +100,34 @@ def discovery(
         print_json(result)
 
 
-def _tokens(model: str, texts: list[str]) -> list[list[int]]:
+@app.command("documents")
+def documents(
+    model: ModelOption = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(help="Tokens of a prompt.", min=100)] = 10_000,
+    repeats: Annotated[int, typer.Option(help="Times that each prompt is read.", min=1)] = 100,
+    seed: int = 0,
+    json: JsonOption = False,
+) -> None:
+    """What naming documents costs: finding them in a request's JSON, and in the prompt's tokens."""
+    from kvmosaic.bench import documents
+
+    result = documents.run(_tokenizer(model), tokens, repeats, seed)
+    rows = result["rows"]
+    print_table("milliseconds for 10,000 tokens", rows[0], (row.values() for row in rows), json=json)
+    if json:
+        print_json(result)
+
+
+def _tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     from kvmosaic.models import resolve
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+    return AutoTokenizer.from_pretrained(resolve(model))
+
+
+def _tokens(model: str, texts: list[str]) -> list[list[int]]:
+    tokenizer = _tokenizer(model)
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -56,24 +56,19 @@ class _Name:
         """Take the window that begins so far from the first to the last."""
         self.anchor_at = (len(self.bytes) - ANCHOR) * eighths // 8
 
-    def edges(self, places: Iterable[int]) -> Iterator[int]:
-        """Byte offsets of the first word ends at ``places`` of the text, where a letter or digit is followed by
-        something else."""
-        text = self.text
-        ends = (at for at in places if text[at - 1].isalnum() and not text[at].isalnum())
-        for end in islice(ends, MAX_EDGES):
-            if 2 * end < len(text):
-                yield len(text[:end].encode(errors="surrogatepass"))
-            else:
-                yield len(self.bytes) - len(text[end:].encode(errors="surrogatepass"))
-
     def first_edges(self) -> Iterator[int]:
-        """From its beginning on."""
-        return self.edges(range(1, min(len(self.text), MAX_EDGE)))
+        """Byte offsets of the first word ends inside the text: a letter or digit before, something else behind."""
+        text = self.text
+        for at in range(1, min(len(text), MAX_EDGE)):
+            if not text[at].isalnum() and text[at - 1].isalnum():
+                yield len(text[:at].encode(errors="surrogatepass"))
 
     def last_edges(self) -> Iterator[int]:
-        """From its end on, backwards."""
-        return self.edges(range(len(self.text) - 1, max(0, len(self.text) - MAX_EDGE), -1))
+        """Those of the last ones, from behind."""
+        text = self.text
+        for at in range(len(text) - 1, max(0, len(text) - MAX_EDGE), -1):
+            if not text[at].isalnum() and text[at - 1].isalnum():
+                yield len(self.bytes) - len(text[at:].encode(errors="surrogatepass"))
 
 
 def find_documents(
@@ -167,6 +162,15 @@ def _slots(windows: np.ndarray) -> np.ndarray:
 
 def _core(prompt: PromptText, at: int, name: _Name) -> Span | None:
     """The tokens of a document between two word ends at which the prompt's tokens end, too."""
-    start = next(filter(None, (prompt.token_at(at + edge) for edge in name.first_edges())), None)
-    end = next(filter(None, (prompt.token_at(at + edge) for edge in name.last_edges())), None)
+    start = _first_token(prompt, at, name.first_edges())
+    end = _first_token(prompt, at, name.last_edges())
     return None if start is None or end is None or end <= start else Span(start, end)
+
+
+def _first_token(prompt: PromptText, at: int, edges: Iterator[int]) -> int | None:
+    """The token that begins at the first of ``edges``, counted from ``at``, at which one does."""
+    for edge in islice(edges, MAX_EDGES):
+        token = prompt.token_at(at + edge)
+        if token is not None:
+            return token
+    return None
