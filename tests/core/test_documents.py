@@ -4,6 +4,7 @@ import json
 import random
 import string
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -142,6 +143,9 @@ def test_whatever_is_named_is_found_only_where_it_stands(parser, whole, names, d
         assert any(core in each.encode(errors="surrogatepass") for each in [*sum(written, ()), *normal])
 
 
+CATS = "the cat sat on the mat. "
+
+
 def test_a_document_in_another_one_is_part_of_it(tokenizer):
     outer, inner = TEXTS[0], "carries 240 passengers"
     parser = ChunkTokenParser(tokenizer, None)
@@ -174,8 +178,52 @@ def test_separators_make_further_chunks_but_not_in_the_question(tokenizer):
     assert len(parser.parse(f"System. # # Another one. # # {question}").chunks) == 3
 
 
-CATS = "the cat sat on the mat. "
+def test_a_document_that_a_question_repeats_is_no_chunk_there(tokenizer):
+    parser = ChunkTokenParser(tokenizer, None)
+    question = f"Is it true that {TEXTS[0]} Or not?"
+    whole = f"Read.\n{TEXTS[0]}\n\n{question}\nAnswer:"
+    [span] = parser.parse_named(whole, [TEXTS[0]], question).prompt.chunks
+    assert span == parser.parse_named(whole, [TEXTS[0]]).prompt.chunks[0]
+    # A document that holds the question is one all the same.
+    asked = TEXTS[0][10:40]
+    assert len(parser.parse_named(f"{TEXTS[0]}\n{asked}?", [TEXTS[0]], asked).prompt.chunks) == 1
+
+
+@pytest.mark.parametrize("whole", ["{} # # Good. # # {}", "A. # # Good. # # {} Then {}", "A. # # Good.{}"])
+def test_separators_in_a_question_never_count(tokenizer, whole):
+    parser = ChunkTokenParser(tokenizer, " # # ")
+    question = "# # evil # # x"
+    prompt = parser.parse_named(whole.format(f" {question}", f" {question}"), (), question).prompt
+    assert not any("evil" in tokenizer.decode(prompt.tokens_of(span)) for span in prompt.chunks)
+    assert parser.parse_named("A. # # evil # # x # # y", (), "a question that is not there").prompt.chunks == ()
+
+
+def test_half_a_character_is_no_error(parser):
+    assert parser.parse_named("Read this: nothing. Why?", ["half of one: \ud800 is no text"]).absent == (0,)
+
+
+def test_documents_of_much_white_space_are_found(tokenizer):
+    """Most of their windows are blanks, which are everywhere."""
+    parser = ChunkTokenParser(tokenizer, None)
+    indented = json.dumps([{"id": number, "name": f"item {number}"} for number in range(400)], indent=8)
+    named = parser.parse_named(f"{indented}\n\n{TEXTS[0]}\n\nWhy?", [indented, TEXTS[0]])
+    assert named.absent == ()
+    assert len(named.prompt.chunks) == 2
+
+
+def test_threads_share_a_parser(tokenizer):
+    parser = ChunkTokenParser(tokenizer, None)
+    tokens = list(range(20, 40_000))
+    parts = [tokens[start::8] for start in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(parser._text, [random.sample(part, len(part)) for part in parts * 4]))
+    assert len(texts) == 32
+    assert parser._text(tokens).bytes == b"".join(parser._pieces[token] for token in tokens)
+
+
 HOSTILE = {
+    "larger than the prompt": ("a" * 40_000, ["a" * (40_000 - size) for size in range(1000)]),
+    "absent and large": (CATS * 1700, [f"{number} {CATS * 1600}" for number in range(1000)]),
     "one letter": ("a" * 200_000, ["a" * size for size in range(8, 1000)]),
     "almost": ("a" * 200_000, ["a" * size + "b" + "a" * size for size in range(8, 1000)]),
     "periodic": ("ab" * 100_000, ["ab" * size + "c" for size in range(8, 1000)]),

@@ -73,7 +73,7 @@ def serve(
         ours = engine_arguments(config)
         transfer = json.dumps(ours["kv_transfer_config"])
         options += ["--worker-cls", ours["worker_cls"], "--kv-transfer-config", transfer]
-        if MIDDLEWARE not in options:
+        if not any(MIDDLEWARE in option for option in options):
             options += ["--middleware", MIDDLEWARE]
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     command = ServeCommand()

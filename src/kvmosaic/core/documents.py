@@ -13,12 +13,14 @@ from kvmosaic.core.token_bytes import PromptText
 
 ANCHOR = 8
 """Bytes of the window by which places that may hold a document are found: one 64-bit number."""
+TRIED = 9
+"""Windows of a document of which the one that is rarest in the prompt is its anchor."""
+MAX_NAMED = 16
+"""Maximum bytes of all documents together, per byte of the prompt; what is more is absent."""
 MAX_WORK = 8
 """Maximum work of comparing, per byte of the prompt and of the documents."""
 COMPARISON = 64
-"""Work of comparing two texts, and bytes that are compared by one more."""
-MAX_SHARING = 4
-"""Documents that may share a window before others are tried."""
+"""Work of comparing the first so many bytes."""
 MAX_EDGES = 16
 """Maximum word ends that are tried at either end of a document."""
 MAX_EDGE = 1024
@@ -45,16 +47,15 @@ class _Name:
     def __init__(self, text: str) -> None:
         self.text = text
         self.bytes = text.encode(errors="surrogatepass")
-        self.anchor_at = (len(self.bytes) - ANCHOR) // 2  # documents often begin and end alike
+        self.head = self.bytes[:COMPARISON]
+        self.anchor_at = 0
+        self.work = 0
+        """How much may still be done to find it."""
 
-    @property
-    def anchor(self) -> int:
-        """The window by which it is found, as a number."""
-        return int.from_bytes(self.bytes[self.anchor_at : self.anchor_at + ANCHOR], "little")
-
-    def move_anchor(self, eighths: int) -> None:
-        """Take the window that begins so far from the first to the last."""
-        self.anchor_at = (len(self.bytes) - ANCHOR) * eighths // 8
+    def windows(self) -> list[bytes]:
+        """Windows that may be its anchor, from its beginning to its end."""
+        room = len(self.bytes) - ANCHOR
+        return [self.bytes[at : at + ANCHOR] for at in (room * step // (TRIED - 1) for step in range(TRIED))]
 
     def first_edges(self) -> Iterator[int]:
         """Byte offsets of the first word ends inside the text: a letter or digit before, something else behind."""
@@ -83,12 +84,18 @@ def find_documents(
     tokens in every prompt; what is left at the edges is ordinary text. Where documents overlap, the first one counts,
     and of those that begin together the longest.
 
-    Time is linear in prompt and documents. A prompt made to look like its documents almost everywhere ends the search
-    early, and documents are then absent.
+    Time is linear in prompt and documents. The search for a document that the prompt resembles almost everywhere ends
+    early, and it is then absent.
     """
     indices: dict[str, list[int]] = {}
+    beyond: list[int] = []
+    room = MAX_NAMED * len(prompt.bytes)
     for index, document in enumerate(documents):
-        indices.setdefault(document.strip(), []).append(index)
+        room -= len(document)
+        if room < 0:
+            beyond.append(index)
+        else:
+            indices.setdefault(document.strip(), []).append(index)
     places: list[tuple[int, _Name]] = []
     for write in (None, normalize, _json, _ascii_json):
         written = {text: text if write is None else write(text) for text in indices if len(text) <= len(prompt.bytes)}
@@ -108,7 +115,7 @@ def find_documents(
             span = _core(prompt, at, name)
             if span is not None:
                 spans.append(span)
-    return Found(tuple(spans), tuple(sorted(index for each in indices.values() for index in each)))
+    return Found(tuple(spans), tuple(sorted([*beyond, *(index for each in indices.values() for index in each)])))
 
 
 def _json(text: str) -> str:
@@ -123,36 +130,43 @@ def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
     """Places of ``names`` in ``text``, as byte offsets."""
     if not names:
         return []
-    by_anchor = _by_anchor(names)
     windows = np.ndarray((len(text) - ANCHOR + 1,), "<u8", text, strides=(1,))
+    slots = _slots(windows)
+    by_anchor = _by_anchor(names, np.bincount(slots, minlength=1 << _BITS))
     is_wanted = np.zeros(1 << _BITS, dtype=bool)
     is_wanted[_slots(np.fromiter(by_anchor, np.uint64, len(by_anchor)))] = True
-    candidates = np.flatnonzero(is_wanted[_slots(windows)])
+    candidates = np.flatnonzero(is_wanted[slots])
+    for name in names:
+        name.work = MAX_WORK * (len(text) // len(names) + len(name.bytes))
     places = []
-    work = MAX_WORK * (len(text) + sum(len(name.bytes) for name in names)) + COMPARISON * len(names)
     for place, anchor in zip(candidates.tolist(), windows[candidates].tolist(), strict=True):
+        is_over = False
         for name in by_anchor.get(anchor, ()):
             at = place - name.anchor_at
-            if at < 0:
-                continue
-            if text.startswith(name.bytes, at):
-                places.append((at, name))
-            work -= COMPARISON + len(name.bytes) // COMPARISON
-            if work < 0:
-                return places
+            name.work -= COMPARISON
+            if at >= 0 and text.startswith(name.head, at):
+                name.work -= len(name.bytes)
+                if text.startswith(name.bytes, at):
+                    places.append((at, name))
+            is_over |= name.work < 0
+        if is_over:
+            by_anchor[anchor] = [name for name in by_anchor[anchor] if name.work >= 0]
     return places
 
 
-def _by_anchor(names: Sequence[_Name]) -> dict[int, list[_Name]]:
-    """Names by their anchors, of which as few as possible share one."""
+def _by_anchor(names: Sequence[_Name], counts: np.ndarray) -> dict[int, list[_Name]]:
+    """Names by their anchors. ``counts``: how often windows of each slot are in the prompt. A name that has a window
+    which is not there is left out."""
+    tried = np.frombuffer(b"".join(window for name in names for window in name.windows()), "<u8")
+    found = counts[_slots(tried)].reshape(len(names), TRIED)
+    best = found.argmin(axis=1)
+    rows = np.arange(len(names))
+    anchors = tried.reshape(len(names), TRIED)[rows, best].tolist()
     by_anchor: dict[int, list[_Name]] = {}
-    for name in names:
-        by_anchor.setdefault(name.anchor, []).append(name)
-    for eighths in (3, 5, 2, 6, 1, 7):
-        crowded = [anchor for anchor, sharing in by_anchor.items() if len(sharing) > MAX_SHARING]
-        for name in [name for anchor in crowded for name in by_anchor.pop(anchor)]:
-            name.move_anchor(eighths)
-            by_anchor.setdefault(name.anchor, []).append(name)
+    for name, anchor, step, count in zip(names, anchors, best.tolist(), found[rows, best].tolist(), strict=True):
+        if count:
+            name.anchor_at = (len(name.bytes) - ANCHOR) * step // (TRIED - 1)
+            by_anchor.setdefault(anchor, []).append(name)
     return by_anchor
 
 

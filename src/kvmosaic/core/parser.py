@@ -2,8 +2,8 @@
 
 import logging
 import reprlib
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
@@ -18,6 +18,9 @@ from kvmosaic.core.token_bytes import PromptText, PromptTexts, TokenBytes, Token
 from kvmosaic.core.turns import turn_ends, turn_markers
 
 logger = logging.getLogger(__name__)
+
+SHORTEST_QUESTION = 16
+"""Characters of the shortest question that can hold a document."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ class ChunkTokenParser:
     def parse_named(
         self, prompt: str | Sequence[int], documents: Sequence[str] = (), question: str | None = None
     ) -> NamedPrompt:
-        """Parse text or token ids in which ``documents`` are chunks wherever they stand. If there is a separator, it
-        makes further ones, but not from the last place of ``question`` on."""
+        """Parse text or token ids in which ``documents`` are chunks wherever they stand, but for the ``question``. If
+        there is a separator, it makes further ones, but not from the question on."""
         tokens = tuple(self._ids(prompt))
         if self._texts is None or not tokens or not (documents or self._separator):
             return NamedPrompt(ChunkedPrompt(tokens, ()), tuple(range(len(documents))))
@@ -91,7 +94,8 @@ class ChunkTokenParser:
         found = find_documents(text, documents, self._normalize)
         # Something must be left to prefill, and a text that holds a role marker means something only where it stands.
         bounds = [*np.flatnonzero(np.isin(ids, self._marker_ids)).tolist(), len(tokens) - 1]
-        chunks = [span for span in found.spans if span.end <= bounds[bisect_left(bounds, span.start)]]
+        spans = self._outside(found.spans, text, question)
+        chunks = [span for span in spans if span.end <= bounds[bisect_left(bounds, span.start)]]
         if self._separator:
             chunks = _with(chunks, self._separated(tokens, text, question))
         return NamedPrompt(self._worth_storing(ChunkedPrompt(tokens, tuple(chunks))), found.absent)
@@ -157,12 +161,10 @@ class ChunkTokenParser:
 
     def _part_starts(self, text: PromptText, question: str | None) -> list[tuple[int, bool]]:
         """First token of every part, and whether the part holds more than its separator and blanks."""
-        limit = text.bytes.rfind(question.encode(errors="surrogatepass")) if question else -1
-        if limit < 0:
-            limit = len(text.bytes)
+        limit = self._question_at(text, question)
         cuts = [0]
         at = text.bytes.find(self._separator)
-        while 0 <= at < limit:
+        while at >= 0 and at + len(self._separator) <= limit:
             cuts.append(at)
             at = text.bytes.find(self._separator, at + len(self._separator))
         starts = []
@@ -173,13 +175,43 @@ class ChunkTokenParser:
             starts.append((first, bool(text.bytes[body:end].strip())))
         return starts
 
+    def _question_at(self, text: PromptText, question: str | None) -> int:
+        """The byte from which on no separator counts. Where the question is not found, none counts at all: an end
+        user may have written any of them."""
+        if not question:
+            return len(text.bytes)
+        return min((start for start, _ in self._places(text, question)), default=0)
+
+    def _places(self, text: PromptText, question: str) -> Iterator[tuple[int, int]]:
+        """Where the question stands, as bytes."""
+        for written in {question, self._normalize(question)}:
+            wanted = written.encode(errors="surrogatepass")
+            at = text.bytes.find(wanted) if wanted else -1
+            while at >= 0:
+                yield at, at + len(wanted)
+                at = text.bytes.find(wanted, at + len(wanted))
+
+    def _outside(self, spans: Sequence[Span], text: PromptText, question: str | None) -> list[Span]:
+        """Those of ``spans`` that are not a part of the question: an end user may repeat a document there."""
+        places = sorted(self._places(text, question)) if question and len(question) >= SHORTEST_QUESTION else []
+        starts = [start for start, _ in places]
+        kept = []
+        for span in spans:
+            index = bisect_right(starts, text.starts[span.start]) - 1
+            if index < 0 or text.starts[span.end] > places[index][1]:
+                kept.append(span)
+        return kept
+
     def _is_of_one_turn(self, tokens: Sequence[int], span: Span) -> bool:
         return self._markers.isdisjoint(tokens[span.start : span.end])
 
     def _normalize(self, document: str) -> str:
         """A document as the tokenizer's normaliser makes it, with spaces."""
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
-        return document if normalizer is None else normalizer.normalize_str(document).replace("▁", " ").strip()
+        try:
+            return document if normalizer is None else normalizer.normalize_str(document).replace("▁", " ").strip()
+        except UnicodeEncodeError:  # half of a character, which no prompt has
+            return document
 
     def _text(self, tokens: Sequence[int]) -> PromptText:
         assert self._texts is not None  # tokens were made by the tokenizer

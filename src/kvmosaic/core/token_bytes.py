@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -97,9 +98,15 @@ class PromptTexts:
         """Of a token's piece; -1 if it is not known yet."""
         self._all = np.zeros(0, dtype=np.uint8)
         self._used = 0
+        self._lock = Lock()
+        """Tokens are learnt while prompts are read, and servers read several at a time."""
 
     def of(self, ids: np.ndarray) -> PromptText:
         """``ids``: token ids, ``[tokens]`` int64."""
+        with self._lock:
+            return self._of(ids)
+
+    def _of(self, ids: np.ndarray) -> PromptText:
         if not len(ids):
             return PromptText(b"", np.zeros(1, dtype=np.int64))
         if ids.min() < 0 or ids.max() >= MAX_TOKEN_ID:

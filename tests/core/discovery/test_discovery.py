@@ -187,6 +187,21 @@ def test_what_is_named_already_is_no_run():
     assert reused > 0.4
 
 
+@given(st.integers(0, 2**32))
+def test_no_run_is_in_what_is_covered_or_ends_with_the_prompt(seed):
+    """Also where the prompt begins like an earlier one that had a run there."""
+    rng = random.Random(seed)
+    engine, document = Engine(), text(rng.randint(100, 200), rng)
+    for _ in range(3):
+        prompt = [*text(rng.randint(1, 20), rng), *document, *text(40, rng)]
+        spans, _ = engine.send(prompt)
+    assert spans
+    ends = spans[-1].end
+    assert all(span.end < ends for span in engine.send(prompt[:ends])[0])
+    covered = Span(rng.randrange(ends), ends)
+    assert all(span.end <= covered.start for span in engine.send(prompt[: ends + 1], [covered])[0])
+
+
 @pytest.mark.parametrize("length", [1, MIN_RUN, MIN_RUN + 1])
 def test_short_prompts(length):
     engine, prompt = Engine(), text(length)

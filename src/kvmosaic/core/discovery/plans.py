@@ -28,7 +28,7 @@ class Plans:
         at = 0
         for index, digest in enumerate(segments.prefixes[:shared].tolist()):
             span = self._plans.get(digest)
-            if span is None:
+            if span is None or not segments.hashes[index]:  # a barrier is a region of its own
                 continue
             self._plans.move_to_end(digest)
             region = segments.regions[index]  # there may be other barriers now

@@ -159,8 +159,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, in the model's chat format.
 
-        Besides ``documents``, the text parts of messages are chunks, but for the last one of the last user message,
-        and results of tools, as far as ``chunk_sources`` has them. ``options`` are those of :meth:`generate`."""
+        Besides ``documents``, the text parts of messages are chunks, but for the last one of each user message, and
+        results of tools, as far as ``chunk_sources`` has them. ``options`` are those of :meth:`generate`."""
         talks = conversations(messages)
         names = names_for_each(documents, len(talks))
         sources = self.config.sources

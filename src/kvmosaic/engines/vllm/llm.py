@@ -10,6 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.limits import MAX_DOCUMENTS
 from kvmosaic.core.messages import conversations, names_for_each
 from kvmosaic.core.sources import find_sources
 from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
@@ -55,8 +56,7 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         params = []
         for talk, names in zip(talks, names_for_each(documents, len(talks)), strict=True):
             found = find_sources({"messages": list(talk)}, config.sources, config.min_chunk_tokens)
-            named = {"documents": [*names, *found.documents]}
-            params.append(named if config.chunk_separator is None else named | {"question": found.question})
+            params.append({"documents": [*names, *found.documents][:MAX_DOCUMENTS], "question": found.question})
         return super().chat(messages, self._naming(sampling_params, params), *more, **options)
 
     def get_stats(self) -> dict[str, Any]:

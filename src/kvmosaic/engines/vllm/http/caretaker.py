@@ -1,8 +1,11 @@
 """Looks after the stored documents of a running engine, through the engine's client."""
 
 import asyncio
+import secrets
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
@@ -13,8 +16,6 @@ from kvmosaic.engines.identity import sink_of
 from kvmosaic.engines.vllm.compat.api_server import run_request
 from kvmosaic.engines.vllm.setup import load_tokenizer
 
-AROUND = ("a\n\n", "\n\nb")
-"""What a document that is to be filled stands between."""
 WARM_SECONDS = 120.0
 """Time after which nobody waits any longer for a document to be filled."""
 WARM_TOKENS = 16
@@ -50,6 +51,7 @@ class Caretaker:
         )
         self._tokenizer: Any = None
         self._parser: ChunkTokenParser | None = None
+        self._lock = threading.Lock()
         self._sink: tuple[int, ...] = ()
 
     async def listed(self, most: int, *, shows_text: bool) -> dict[str, Any]:
@@ -108,9 +110,9 @@ class Caretaker:
         return await asyncio.to_thread(self._chunk_of, text)
 
     def _chunk_of(self, text: str) -> _Document:
-        self._read_tokenizer()
-        assert self._parser is not None
-        prompt = self._parser.parse_named(text.join(AROUND), [text]).prompt
+        parser = self._read_tokenizer()
+        # Behind another word each time: what vLLM's prefix cache has, nobody fills.
+        prompt = parser.parse_named(f"{secrets.token_hex(8)}\n\n{text}\n\nb", [text]).prompt
         if not prompt.chunks:
             least = self.config.min_chunk_tokens
             raise RefusedError(422, f"no document: fewer than {least} tokens, or role markers inside")
@@ -118,12 +120,14 @@ class Caretaker:
         digest = content_hash(tokens, self._sink, self.config.chunk_hash_algorithm)
         return _Document(digest.hex(), len(tokens), list(prompt.token_ids))
 
-    def _read_tokenizer(self) -> None:
-        """Made when it is needed first: it takes a second."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._model)
-            self._sink = sink_of(self.config, self._model.hf_text_config.bos_token_id, self._tokenizer)
-            self._parser = ChunkTokenParser(self._tokenizer, None, self.config.min_chunk_tokens)
+    def _read_tokenizer(self) -> ChunkTokenParser:
+        """Made when it is needed first: it takes a second. Several requests may need it at once."""
+        with self._lock:
+            if self._parser is None:
+                self._tokenizer = load_tokenizer(self._model)
+                self._sink = sink_of(self.config, self._model.hf_text_config.bos_token_id, self._tokenizer)
+                self._parser = ChunkTokenParser(self._tokenizer, None, self.config.min_chunk_tokens)
+            return self._parser
 
     def _with_text(self, described: Mapping[str, Any]) -> dict[str, Any]:
         rest = dict(described)
@@ -153,7 +157,8 @@ class Caretaker:
 
     async def _settle(self) -> None:
         """Have the scheduler hear of what workers no longer have: they tell it with their next step."""
-        await asyncio.wait_for(run_request(self._client, [0], 1), SETTLE_SECONDS)
+        with suppress(asyncio.TimeoutError):  # it hears of it all the same, later
+            await asyncio.wait_for(run_request(self._client, [0], 1), SETTLE_SECONDS)
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = await self._client.collective_rpc(method, args=args)

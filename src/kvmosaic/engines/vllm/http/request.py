@@ -57,7 +57,7 @@ class DocumentNamer:
         known = {name.strip() for name in named}
         further = [text for text in found.documents if text not in known][: max(0, MAX_DOCUMENTS - len(named))]
         added: dict[str, Any] = {"documents": [*named, *further]} if further else {}
-        if config.chunk_separator and found.question and body.parameter("question") is None:
+        if (further or named or config.chunk_separator) and found.question and body.parameter("question") is None:
             added["question"] = found.question
         return added
 
