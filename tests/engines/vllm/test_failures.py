@@ -71,7 +71,7 @@ def once(function):
 WORKER = {
     "lookup": lambda side: (side.cache.store, "lookup", fail),
     "pin": lambda side: (side.cache.store, "pin", fail),
-    "held": lambda side: (side.fetcher, "held", fail),
+    "fetched": lambda side: (side.fetcher, "kept_for", fail),
     "fill": lambda side: (side.paged, "fill", fail),
     "place": lambda side: (side.paged, "place", fail),
     "probe": lambda side: (side.forward, "probe", fail),
@@ -98,7 +98,7 @@ def test_a_worker_that_fails(llm, documents, errors, monkeypatch, stage, params)
         close(output, exact)
     if params != PROBING:
         close(output, exact)
-        assert errors or stage in ("probe", "held")
+        assert errors or stage in ("probe", "fetched")
     ids, boundaries = join([draw(33), *documents, draw(7)])
     [after] = ask(llm, ids, boundaries=boundaries, recompute_ratio=1.0)
     close(after, plain_answer(llm, ids))

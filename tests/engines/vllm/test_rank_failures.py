@@ -29,7 +29,7 @@ STAGES = {
     "clear": ("cache", "store", "clear"),
     "changes": ("cache", "store", "take_changes"),
     "statistics": ("cache", "store", "held"),
-    "fetch": ("fetcher", "held"),
+    "fetch": ("fetcher", "kept_for"),
 }
 """Where rank 1 fails, as a path from the worker's side."""
 TWICE_IS_FATAL = ("metadata", "compute")
