@@ -178,17 +178,6 @@ def test_separators_make_further_chunks_but_not_in_the_question(tokenizer):
     assert len(parser.parse(f"System. # # Another one. # # {question}").chunks) == 3
 
 
-def test_a_document_that_a_question_repeats_is_no_chunk_there(tokenizer):
-    parser = ChunkTokenParser(tokenizer, None)
-    question = f"Is it true that {TEXTS[0]} Or not?"
-    whole = f"Read.\n{TEXTS[0]}\n\n{question}\nAnswer:"
-    [span] = parser.parse_named(whole, [TEXTS[0]], question).prompt.chunks
-    assert span == parser.parse_named(whole, [TEXTS[0]]).prompt.chunks[0]
-    # A document that holds the question is one all the same.
-    asked = TEXTS[0][10:40]
-    assert len(parser.parse_named(f"{TEXTS[0]}\n{asked}?", [TEXTS[0]], asked).prompt.chunks) == 1
-
-
 @pytest.mark.parametrize("whole", ["{} # # Good. # # {}", "A. # # Good. # # {} Then {}", "A. # # Good.{}"])
 def test_separators_in_a_question_never_count(tokenizer, whole):
     parser = ChunkTokenParser(tokenizer, " # # ")

@@ -2,8 +2,8 @@
 
 import logging
 import reprlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
@@ -18,9 +18,6 @@ from kvmosaic.core.token_bytes import PromptText, PromptTexts, TokenBytes, Token
 from kvmosaic.core.turns import turn_ends, turn_markers
 
 logger = logging.getLogger(__name__)
-
-SHORTEST_QUESTION = 16
-"""Characters of the shortest question that can hold a document."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,8 @@ class ChunkTokenParser:
     def parse_named(
         self, prompt: str | Sequence[int], documents: Sequence[str] = (), question: str | None = None
     ) -> NamedPrompt:
-        """Parse text or token ids in which ``documents`` are chunks wherever they stand, but for the ``question``. If
-        there is a separator, it makes further ones, but not from the question on."""
+        """Parse text or token ids in which ``documents`` are chunks wherever they stand. If there is a separator, it
+        makes further ones, but not from the first place of ``question`` on."""
         tokens = tuple(self._ids(prompt))
         if self._texts is None or not tokens or not (documents or self._separator):
             return NamedPrompt(ChunkedPrompt(tokens, ()), tuple(range(len(documents))))
@@ -94,8 +91,7 @@ class ChunkTokenParser:
         found = find_documents(text, documents, self._normalize)
         # Something must be left to prefill, and a text that holds a role marker means something only where it stands.
         bounds = [*np.flatnonzero(np.isin(ids, self._marker_ids)).tolist(), len(tokens) - 1]
-        spans = self._outside(found.spans, text, question)
-        chunks = [span for span in spans if span.end <= bounds[bisect_left(bounds, span.start)]]
+        chunks = [span for span in found.spans if span.end <= bounds[bisect_left(bounds, span.start)]]
         if self._separator:
             chunks = _with(chunks, self._separated(tokens, text, question))
         return NamedPrompt(self._worth_storing(ChunkedPrompt(tokens, tuple(chunks))), found.absent)
@@ -180,27 +176,9 @@ class ChunkTokenParser:
         user may have written any of them."""
         if not question:
             return len(text.bytes)
-        return min((start for start, _ in self._places(text, question)), default=0)
-
-    def _places(self, text: PromptText, question: str) -> Iterator[tuple[int, int]]:
-        """Where the question stands, as bytes."""
-        for written in {question, self._normalize(question)}:
-            wanted = written.encode(errors="surrogatepass")
-            at = text.bytes.find(wanted) if wanted else -1
-            while at >= 0:
-                yield at, at + len(wanted)
-                at = text.bytes.find(wanted, at + len(wanted))
-
-    def _outside(self, spans: Sequence[Span], text: PromptText, question: str | None) -> list[Span]:
-        """Those of ``spans`` that are not a part of the question: an end user may repeat a document there."""
-        places = sorted(self._places(text, question)) if question and len(question) >= SHORTEST_QUESTION else []
-        starts = [start for start, _ in places]
-        kept = []
-        for span in spans:
-            index = bisect_right(starts, text.starts[span.start]) - 1
-            if index < 0 or text.starts[span.end] > places[index][1]:
-                kept.append(span)
-        return kept
+        written = {question, self._normalize(question)}
+        places = [text.bytes.find(each.encode(errors="surrogatepass")) for each in written]
+        return min((place for place in places if place >= 0), default=0)
 
     def _is_of_one_turn(self, tokens: Sequence[int], span: Span) -> bool:
         return self._markers.isdisjoint(tokens[span.start : span.end])

@@ -72,9 +72,11 @@ def test_what_the_caller_set_counts(llm):
 def test_separators_count_before_the_question_and_not_in_it(tiny_text):
     llm = start(tiny_text, miss_policy="fill-first", chunk_sources="none")
     separator = OURS["chunk_separator"]
-    talk = [{"role": "user", "content": separator.join(["Read.", *DOCUMENTS[:2], ""])}]
-    assert chunks(llm.chat(talk, REPORT, use_tqdm=False)) == [0]  # all of it is the question
-    talk.append({"role": "user", "content": separator.join(["Is", "this", "one?"])})
+    asked = [{"type": "text", "text": separator.join(["Is", "this", "one?"])}]
+    talk = [
+        {"role": "user", "content": separator.join(["Read.", *DOCUMENTS[:2], ""])},
+        {"role": "user", "content": asked},
+    ]
     llm.chat(talk, REPORT, use_tqdm=False)
     llm.reset_prefix_cache()
     assert chunks(llm.chat(talk, REPORT, use_tqdm=False)) == [2]

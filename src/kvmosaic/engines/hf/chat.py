@@ -21,7 +21,7 @@ class ChatPrompt:
     documents: Sequence[str]
     """Texts in it that are documents."""
     question: str | None
-    """The text in which no document counts, and from which on no separator does."""
+    """The text from whose first place on no separator counts."""
 
 
 def messages_about(system: str, documents: Sequence[str], question: str) -> list[dict[str, str]]:

@@ -56,7 +56,8 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         params = []
         for talk, names in zip(talks, names_for_each(documents, len(talks)), strict=True):
             found = find_sources({"messages": list(talk)}, config.sources, config.min_chunk_tokens)
-            params.append({"documents": [*names, *found.documents][:MAX_DOCUMENTS], "question": found.question})
+            named = {"documents": [*names, *found.documents][:MAX_DOCUMENTS]}
+            params.append(named if config.chunk_separator is None else named | {"question": found.question})
         return super().chat(messages, self._naming(sampling_params, params), *more, **options)
 
     def get_stats(self) -> dict[str, Any]:

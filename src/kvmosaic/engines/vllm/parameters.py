@@ -45,7 +45,7 @@ class RequestParameters:
     documents: tuple[str, ...] = ()
     """Texts that are chunks wherever they stand in the prompt."""
     question: str | None = None
-    """The text in which no document counts, and from which on no separator does."""
+    """The text from whose first place on no separator counts."""
     report: bool = False
     refused: Fallback | None = None
     """Why the request is served plainly whatever else it has."""

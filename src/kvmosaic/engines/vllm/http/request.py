@@ -7,7 +7,6 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.limits import MAX_DOCUMENTS
-from kvmosaic.core.parser import SHORTEST_QUESTION
 from kvmosaic.core.sources import find_sources
 from kvmosaic.engines.vllm.http.asgi import Message, Receive, Scope
 from kvmosaic.engines.vllm.http.body import RequestBody
@@ -58,13 +57,9 @@ class DocumentNamer:
         known = {name.strip() for name in named}
         further = [text for text in found.documents if text not in known][: max(0, MAX_DOCUMENTS - len(named))]
         added: dict[str, Any] = {"documents": [*named, *further]} if further else {}
-        if body.parameter("question") is None and self._matters(found.question):
+        if config.chunk_separator and found.question and body.parameter("question") is None:
             added["question"] = found.question
         return added
-
-    def _matters(self, question: str | None) -> bool:
-        """Whether a question can hold a separator or a document."""
-        return bool(question) and (bool(self.config.chunk_separator) or len(question or "") >= SHORTEST_QUESTION)
 
 
 class NamedRequest:
