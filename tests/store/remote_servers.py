@@ -1,6 +1,7 @@
 """Real servers on free ports of this machine, to be killed and started again."""
 
 import atexit
+import os
 import shutil
 import signal
 import socket
@@ -79,6 +80,7 @@ class Process:
 
     def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)  # until it has stopped; before, it may still answer
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
