@@ -65,8 +65,8 @@ def converse(llm: Any, opening: list[int]) -> list[int]:
 
 
 def wait_for_pool(worker: Any) -> bool:
-    """Whether this rank can use the pool, which it leaves alone for a while after a call that took too long. Two ranks
-    that wait for each other on two cores may keep everything else from running for a minute."""
+    """Whether this rank can use the pool, which it leaves alone for a while after a call that took too long. Two
+    ranks that wait for each other on two cores may keep everything else from running for a minute."""
     deadline = time.monotonic() + 180
     while not store()._stack.tiers[-1].is_up and time.monotonic() < deadline:
         time.sleep(0.1)
