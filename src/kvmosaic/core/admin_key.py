@@ -2,13 +2,11 @@
 
 import hashlib
 import hmac
-import os
 
-from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.secret import secret_from_environment
 
 ADMIN_KEY_VARIABLE = "KVMOSAIC_CHUNK_ADMIN_KEY"
-"""From the environment alone, like passwords: settings are logged, and process lists show arguments."""
-LEAST_BYTES = 16
+"""Where the secret is."""
 _SCHEME = "bearer "
 
 
@@ -28,13 +26,5 @@ class AdminKey:
     @classmethod
     def from_environment(cls) -> "AdminKey | None":
         """The key, if there is one; raises a :class:`ConfigError` if it is too short."""
-        text = os.environ.get(ADMIN_KEY_VARIABLE)
-        if text is None:
-            return None
-        secret = text.encode(errors="surrogateescape")
-        if len(secret) < LEAST_BYTES:
-            raise ConfigError(
-                f"{ADMIN_KEY_VARIABLE}: {len(secret)} bytes are too few; set at least {LEAST_BYTES}, such as "
-                "`openssl rand -hex 32` prints, or unset it"
-            )
-        return cls(secret)
+        secret = secret_from_environment(ADMIN_KEY_VARIABLE)
+        return None if secret is None else cls(secret)

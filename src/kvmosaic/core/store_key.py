@@ -1,13 +1,11 @@
 """The secret that engines which share a store may have: with it nobody else can write what they will read."""
 
 import hmac
-import os
 
-from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.secret import secret_from_environment
 
 STORE_KEY_VARIABLE = "KVMOSAIC_STORE_KEY"
-"""From the environment alone, like passwords: settings are logged, and process lists show arguments."""
-LEAST_BYTES = 16
+"""Where the secret is."""
 ID_BYTES = 6
 
 
@@ -26,13 +24,5 @@ class StoreKey:
     @classmethod
     def from_environment(cls) -> "StoreKey | None":
         """The store key, if there is one; raises a :class:`ConfigError` if it is too short."""
-        text = os.environ.get(STORE_KEY_VARIABLE)
-        if text is None:
-            return None
-        secret = text.encode(errors="surrogateescape")
-        if len(secret) < LEAST_BYTES:
-            raise ConfigError(
-                f"{STORE_KEY_VARIABLE}: {len(secret)} bytes are too few; set at least {LEAST_BYTES}, such as "
-                "`openssl rand -hex 32` prints, or unset it"
-            )
-        return cls(secret)
+        secret = secret_from_environment(STORE_KEY_VARIABLE)
+        return None if secret is None else cls(secret)
