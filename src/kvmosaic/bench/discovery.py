@@ -37,8 +37,8 @@ def run(prompts: int, seed: int, documents: Sequence[list[int]] | None = None) -
 
 def measure(prompts: Iterator[Unmarked]) -> dict[str, Any]:
     """What is found of ``prompts``, sent one after the other, and each of their runs stored before the next. Shares
-    are of the tokens behind the prefix cache: those of documents, those of documents that two prompts had before, and
-    those of runs that were stored. Times are of one core."""
+    are of the tokens behind the prefix cache: those of documents, those of documents that two prompts had before and
+    of which nothing is in that cache, and those of runs that were stored. Times are of one core."""
     discovery = Discovery(MARKERS, CACHED_TOKENS)
     discovery.find(range(10**5))  # makes its tables as long as they will be
     seen: set[int] = set()
