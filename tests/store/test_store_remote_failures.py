@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from remote_servers import CLIENT_TTL_S, Mooncake, Valkey, free_port, need_mooncake
+from remote_servers import Mooncake, Valkey, free_port, need_mooncake
 from store_helpers import make_entry, same
 
 from kvmosaic.core.config import load_config
@@ -195,13 +195,14 @@ def test_a_mooncake_master_that_forgot_its_keys(tmp_path: Path) -> None:
 
 def test_a_dead_holder(tmp_path: Path) -> None:
     """The master still names it for a while: reads fail although lookups succeed."""
-    server = Mooncake(tmp_path)
+    believed_s = 3
+    server = Mooncake(tmp_path, client_ttl=believed_s)
     store = filled(server.url)
     server.holder.kill()
     times = [seconds(lambda number=number: find(store, make_entry(number))) for number in range(8)]
     assert max(times) < PATIENCE_S
     assert store.get_stats()["misses_by_reason"]["error"] == 8
-    time.sleep(CLIENT_TTL_S + 2)
+    time.sleep(believed_s + 2)
     server.holder.start()
     fresh = opened(server.url)
     assert find(fresh, make_entry(1)).entry is None
