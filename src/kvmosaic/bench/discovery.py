@@ -10,6 +10,7 @@ from typing import Any
 
 from kvmosaic.bench.unmarked import MARKERS, Unmarked, agent, chat, made_up, rag
 from kvmosaic.core.discovery import Discovery
+from kvmosaic.core.prompt import Span
 
 BLOCK = 16
 """Tokens of a block of the prefix cache that is imagined beside it."""
@@ -47,21 +48,25 @@ def measure(prompts: Iterator[Unmarked]) -> dict[str, Any]:
     totals = {"tokens": 0, "new": 0, "documents": 0, "known": 0, "found": 0}
     spent = 0.0
     sent = 0
+
+    def is_stored(span: Span, _: int) -> bool:
+        return _text(ids, span) in stored
+
     for prompt in prompts:
         ids = array("i", prompt.ids)
         begin = time.process_time()
-        spans = discovery.find(ids)
+        runs = discovery.find(ids, is_stored=is_stored)
         spent += time.process_time() - begin
         sent += 1
         start = _cached(ids, seen)
-        found = [span for span in spans if ids[span.start : span.end].tobytes() in stored]
+        found = [span for span in runs.chunks if _text(ids, span) in stored]
         places = [(max(start, first), end) for first, end in prompt.documents if end > start]
         totals["tokens"] += len(ids)
         totals["new"] += len(ids) - start
         totals["documents"] += sum(end - first for first, end in places)
         totals["known"] += sum(end - first for first, end in places if visits[ids[first:end].tobytes()] > 1)
         totals["found"] += sum(max(0, span.end - max(start, span.start)) for span in found)
-        stored.update(ids[span.start : span.end].tobytes() for span in spans)
+        stored.update(_text(ids, span) for span in (*runs.chunks, *runs.to_fill))
         visits.update(ids[first:end].tobytes() for first, end in prompt.documents)
     return {
         "prompts": sent,
@@ -73,6 +78,11 @@ def measure(prompts: Iterator[Unmarked]) -> dict[str, Any]:
         "ms_per_prompt": round(1e3 * spent / sent, 2),
         "ms_per_10k": round(1e7 * spent / totals["tokens"], 2),
     }
+
+
+def _text(ids: "array[int]", span: Span) -> bytes:
+    """What a span says."""
+    return ids[span.start : span.end].tobytes()
 
 
 def _cached(ids: "array[int]", seen: set[int]) -> int:

@@ -8,41 +8,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.core.discovery import MIN_RUN, Discovery
 from kvmosaic.core.prompt import Span
-
-MARKER, PLENTY = 3, 10**9
-
-
-def text(length, rng=random):
-    return [rng.randrange(10, 60_000) for _ in range(length)]
-
-
-def joined(parts):
-    return [token for part in parts for token in part]
-
-
-def contents(tokens, spans):
-    return [tuple(tokens[span.start : span.end]) for span in spans]
-
-
-def share(tokens, spans, stored):
-    """How much of a prompt is in runs that were stored."""
-    return sum(len(each) for each in contents(tokens, spans) if each in stored) / len(tokens)
-
-
-class Engine:
-    """Sends prompts, and stores all their runs behind each."""
-
-    def __init__(self, **arguments):
-        self.discovery = Discovery([MARKER], **{"prefix_tokens": PLENTY} | arguments)
-        self.stored = set()
-
-    def send(self, tokens, covered=(), salt=None):
-        """The runs, and the share of the prompt that is reused."""
-        spans = self.discovery.find(tokens, covered, salt)
-        reused = share(tokens, spans, self.stored)
-        self.stored.update(contents(tokens, spans))
-        return spans, reused
-
+from tests.core.discovery.prompts import MARKER, PLENTY, Engine, contents, joined, text
 
 ORDERS = [(0, 1, 2, 3), (3, 1, 0, 2), (2, 1, 3, 0), (1, 0, 3, 2)]
 """No document follows the same one in the first two."""
@@ -88,6 +54,7 @@ def test_every_run_is_a_text_that_an_earlier_prompt_had(seed, with_markers):
     documents = [text(rng.randrange(5, 400), rng) for _ in range(6)]
     discovery, again, earlier = Discovery([MARKER], PLENTY), Discovery([MARKER], PLENTY), []
     again._hasher = discovery._hasher  # what tables forget depends on its secrets
+    stored = set()
     for _ in range(8):
         parts = [text(rng.randrange(30), rng)]
         for document in rng.choices(documents, k=rng.randrange(6)):
@@ -95,19 +62,30 @@ def test_every_run_is_a_text_that_an_earlier_prompt_had(seed, with_markers):
         prompt = [*joined(parts), *text(rng.randrange(1, 9), rng)]
         places = sorted(rng.sample(range(len(prompt) + 1), 2)) if len(prompt) > 1 else [0, 1]
         covered = [Span(*places)] if rng.random() < 0.5 else []
-        spans = discovery.find(prompt, covered)
-        assert spans == again.find(prompt, covered)
+
+        def is_stored(span, _first, prompt=prompt):
+            return tuple(prompt[span.start : span.end]) in stored
+
+        found = discovery.find(prompt, covered, None, is_stored)
+        assert found == again.find(prompt, covered, None, is_stored)
         end = 0
-        for span in spans:
-            assert end <= span.start < span.end < len(prompt)
+        for span in found.chunks:
+            assert end <= span.start
+            end = span.end
+        for span in (*found.chunks, *found.to_fill):
+            assert 0 <= span.start < span.end < len(prompt)
             assert len(span) >= MIN_RUN
             assert MARKER not in prompt[span.start : span.end]
             assert not set(span.positions) & {position for each in covered for position in each.positions}
-            end = span.end
             tokens = prompt[span.start : span.end]
             assert any(
                 tokens == other[at : at + len(tokens)] for other in earlier for at in _places(other, tokens[0])
             )
+        for span in found.to_fill:
+            inside = [chunk for chunk in found.chunks if chunk.start < span.end and span.start < chunk.end]
+            assert inside
+            assert all(is_stored(chunk, 0) for chunk in inside)
+        stored.update(text for text in contents(prompt, found.chunks) if rng.random() < 0.8)
         earlier.append(prompt)
 
 

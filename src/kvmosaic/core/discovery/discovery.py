@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvmosaic.core.discovery.choice import Discovered, IsStored, choose
 from kvmosaic.core.discovery.cuts import MAX_SEGMENT, Cutter
 from kvmosaic.core.discovery.history import History
 from kvmosaic.core.discovery.plans import Plans
@@ -37,25 +38,33 @@ class Discovery:
         self._plans = Plans()
         self._runs = Runs()
 
-    def find(self, tokens: Sequence[int], covered: Sequence[Span] = (), salt: str | None = None) -> list[Span]:
-        """The runs of the next prompt, ascending: none overlaps another or one of ``covered``, none ends with the
-        prompt. Prompts of different salts never learn from each other."""
+    def find(
+        self,
+        tokens: Sequence[int],
+        covered: Sequence[Span] = (),
+        salt: str | None = None,
+        is_stored: IsStored = lambda span, first: False,
+    ) -> Discovered:
+        """The runs of the next prompt: none overlaps one of ``covered``, none ends with the prompt. Prompts of
+        different salts never learn from each other.
+
+        ``is_stored`` is only asked about runs that are made of others, and about those."""
         if len(tokens) <= self._shortest:
-            return []
+            return Discovered()
         numbers = np.asarray(tokens, np.int64)
         segments = self._hasher.hash(numbers, self._cutter.cut(numbers, covered), salt)
         shared = self._history.shared(segments)
         chunks = self._plans.known(segments, shared)
-        new = self._new(segments, shared)
-        self._plans.add(segments, shared, new)
+        new = choose(segments, shared, self._new(segments, shared), [*covered, *chunks], is_stored)
+        self._plans.add(segments, shared, new.chunks)
         self._history.add(segments, shared)
-        return [*chunks, *new]
+        return Discovered((*chunks, *new.chunks), new.to_fill)
 
-    def _new(self, segments: Segments, shared: int) -> list[Span]:
+    def _new(self, segments: Segments, shared: int) -> list[Place]:
         """The runs behind the first ``shared`` segments: those that were known, and those that are from now on."""
         known = self._runs.find(segments, shared)
         chunks: list[Place] = []
-        at = 0
+        at = reached = 0
         for begin, end in self._history.stretches(segments, shared, self._shortest):
             start, stop = segments.edges[begin], segments.edges[end]
             while at < len(known) and known[at].end <= start:
@@ -65,18 +74,20 @@ class Discovery:
             while at < len(known) and known[at].start < stop:
                 inside.append(known[at])
                 at += 1
-            if chunks and chunks[-1].end > start:  # a run that reaches into this stretch from the one before
-                begin = bisect_left(segments.edges, chunks[-1].end)
-            chunks += self._settle(segments, begin, end, inside)
+            if reached > start:  # by a run of the stretch before
+                begin = bisect_left(segments.edges, reached)
+            settled = self._settle(segments, begin, end, inside)
+            chunks += settled
+            reached = max(reached, *(place.end for place in (*settled, *inside)), 0)
         chunks += [_alone(place) for place in known[at:]]
-        return [Span(place.start, place.end) for place in chunks]
+        return chunks
 
     def _settle(self, segments: Segments, begin: int, end: int, known: list[Place]) -> list[Place]:
         """Runs of a stretch of segments that an earlier prompt had, too, in which there are ``known`` ones.
 
         Known runs are what is stored, so they are used, and the text between them becomes runs of its own. But where
         the same pieces come back twice as the same longer text and as nothing else, that text is the run: one entry
-        in place of several, each of which knows nothing of the others."""
+        in place of several, each of which knows nothing of the others. They are used until that entry is stored."""
         if begin >= end:
             return [_alone(place) for place in known]
         start, stop = segments.edges[begin], segments.edges[end]
@@ -90,7 +101,9 @@ class Discovery:
             return [_alone(piece) for piece in pieces]
         whole = hash(tuple(piece.run.digest for piece in pieces))
         if pieces and all(piece.run.within == whole for piece in pieces):
-            return [self._runs.add(segments, begin, end)]
+            longer = self._runs.add(segments, begin, end)
+            longer.remember(pieces)
+            return [longer]
         for piece in pieces:
             piece.run.within = whole
         return pieces

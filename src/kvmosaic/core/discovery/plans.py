@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from kvmosaic.core.discovery.segments import Segments
 from kvmosaic.core.prompt import Span
@@ -37,7 +38,7 @@ class Plans:
                 at = span.end
         return chunks
 
-    def add(self, segments: Segments, shared: int, chunks: list[Span]) -> None:
+    def add(self, segments: Segments, shared: int, chunks: Sequence[Span]) -> None:
         """A prompt has ``chunks`` behind its first ``shared`` segments, and no others there."""
         prefixes = segments.prefixes.tolist()
         for digest in prefixes[shared:]:

@@ -1,16 +1,21 @@
 """Runs: pieces of text that were seen behind different beginnings."""
 
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmosaic.core.discovery.cuts import MAX_SEGMENT
 from kvmosaic.core.discovery.segments import Segments
+from kvmosaic.core.prompt import Span
 
 MAX_RUNS = 2**14
 """Maximum runs that are known; the one used least recently leaves."""
 MAX_ALIKE = 8
 """Maximum runs with the same second segment, so that looking for the longest is quick."""
+MAX_PIECES = 16
+"""Maximum pieces that a run remembers: the longest ones."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +32,14 @@ class Run:
     """When it was used last."""
     within: int = 0
     """Stands for the pieces of the longer text that it was one of when it was seen last; 0: of none."""
+    pieces: "array[int] | None" = None
+    """Where the runs that it was made of begin and end, from its own beginning on. One of them may begin before it or
+    end behind it, and there may be smaller ones inside of it."""
+
+    def pieces_at(self, start: int) -> list[Span]:
+        """The runs that it was made of, in a prompt in which it begins at ``start``: ascending, the longest first."""
+        offsets = self.pieces or ()
+        return [Span(start + begin, start + end) for begin, end in zip(offsets[::2], offsets[1::2], strict=True)]
 
 
 class Place(NamedTuple):
@@ -36,9 +49,20 @@ class Place(NamedTuple):
     end: int
     run: Run
 
+    @property
+    def span(self) -> Span:
+        """The same tokens."""
+        return Span(self.start, self.end)
+
+    def remember(self, pieces: Iterable["Place"]) -> None:
+        """Its run is made of ``pieces``, and of what these were made of."""
+        spans = [span for piece in pieces for span in (piece.span, *piece.run.pieces_at(piece.start))]
+        spans = sorted(sorted(spans, key=len)[-MAX_PIECES:], key=lambda span: (span.start, -span.end))
+        self.run.pieces = array("i", [edge - self.start for span in spans for edge in (span.start, span.end)])
+
 
 class Runs:
-    """The runs that are known. Memory: 512 bytes for each, 8 MiB in all."""
+    """The runs that are known. Memory: 640 bytes for each, 10 MiB in all."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[int, Run] = OrderedDict()

@@ -1,12 +1,13 @@
 """Chunks that nobody named: what the scheduler makes of text that comes back."""
 
+import hashlib
 import random
 
 import pytest
 from vllm.lora.request import LoRARequest
 
 from kvmosaic.core.prompt import Span
-from tests.engines.vllm.scheduler_side.fakes import MARKER, STEP, Side, digest_of, make_request
+from tests.engines.vllm.scheduler_side.fakes import MARKER, SINK, STEP, Side, digest_of, make_request
 
 AUTO = {"chunk_sources": "auto"}
 
@@ -128,3 +129,108 @@ def test_settings_can_ask_for_longer_runs():
         request = ask(side, number, words(20), documents[0], words(9), documents[1], words(10))
     assert [len(chunk) > 150 for chunk in chunks(side, request)] == [True]
     assert side.ours(request).prompt.chunks[0].start < Span(0, 60).end
+
+
+# --- runs that become one
+
+
+class Pair:
+    """Two documents that are stored, and came side by side until they became one run."""
+
+    def __init__(self, *, salt=None, system=None, **settings):
+        self.side, self.salt, self.system = Side(**AUTO, **settings), salt, system
+        self.documents, self.number = [words(200), words(200)], 0
+        for order in ((0, 1), (1, 0), *[(0, 1)] * 9):
+            request = self.ask(order)
+            runs = self.side.scheduler._planner._discovery._runs._runs.values()
+            if any(run.pieces for run in runs):
+                break
+            if chunks(self.side, request):
+                self.side.report(dict.fromkeys(self.side.ours(request).digests, "host"))
+
+    def ask(self, order=(0, 1), **arguments):
+        self.number += 1
+        apart = [MARKER] * 5  # enough to keep cuts in documents from depending on other text
+        documents = (self.documents[index] for index in order)
+        parts = (self.system or words(20), apart, *documents, apart, words(10))
+        return ask(self.side, self.number, *parts, cache_salt=self.salt, **arguments)
+
+    def waiting(self):
+        """Chunks that wait to be filled."""
+        return list(self.side.scheduler._backlog._waiting_chunks._waiting.values())
+
+    def fill(self):
+        """What the workers fill while another request goes on."""
+        filled = []
+        for _ in range(60):
+            work = self.side.run()
+            filled += [digest for fill in work.fills for digest, _ in fill.chunks]
+            if work.fill_slice is not None and work.fill_slice.is_last:
+                filled.append(work.fill_slice.digest)
+        return filled
+
+
+@pytest.mark.parametrize("policy", ["background", "fill-first"])
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_documents_that_become_one_are_loaded_one_by_one_until_the_whole_is_filled(policy, salt):
+    pair = Pair(salt=salt, miss_policy=policy)
+    request = pair.ask()
+    assert len(chunks(pair.side, request)) == 2
+    [whole] = pair.waiting()
+    name = digest_of(whole.tokens)
+    if salt is not None:
+        name = hashlib.sha256(salt.encode() + name).digest()[: len(name)]
+    assert (whole.digest, whole.context) == (name, SINK)
+    assert len(whole.tokens) > 350
+    external, _ = pair.side.begin(request)
+    assert external > 350
+    [load] = pair.side.step().loads
+    assert load.digests == pair.side.ours(request).digests
+    assert [chunk["status"] for chunk in pair.side.ours(request).report["chunks"]] == ["cached", "cached"]
+    assert pair.fill() == [whole.digest]
+    pair.side.report({whole.digest: "host"})
+    again = pair.ask()
+    assert pair.side.ours(again).digests == (whole.digest,)
+    assert pair.waiting() == []
+
+
+def test_the_whole_is_computed_after_the_system_prompt_where_that_is_set():
+    system = words(20)
+    pair = Pair(system=system, chunk_context="system", shape={"prefix_cache_tokens": 0})
+    request = pair.ask()
+    ours = pair.side.ours(request)
+    assert len(ours.digests) == 2
+    [whole] = pair.waiting()
+    begin = ours.prompt.chunks[0].start
+    assert ours.context == tuple(request.prompt_token_ids[:begin])
+    assert whole.context == tuple(request.prompt_token_ids[: len(whole.context)])
+    assert len(whole.context) <= begin
+    assert whole.digest == digest_of(whole.tokens, whole.context)
+    pair.side.report({whole.digest: "host"})
+    assert pair.side.ours(pair.ask()).digests == (whole.digest,)
+
+
+def test_where_nothing_is_filled_the_pieces_stay_in_use():
+    pair = Pair(miss_policy="never")
+    assert len(chunks(pair.side, pair.ask())) == 2
+    assert pair.waiting() == []
+
+
+def test_a_whole_that_is_too_long_to_be_filled_stays_in_pieces():
+    pair = Pair(shape={"max_positions": 300})
+    assert len(chunks(pair.side, pair.ask())) == 2
+    assert pair.waiting() == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"fields": {"lora_request": LoRARequest("adapter", 1, "/adapter")}}, {"sampling": {"prompt_logprobs": 1}}],
+    ids=["lora", "prompt-logprobs"],
+)
+def test_requests_that_cannot_be_reused_have_nothing_filled(arguments):
+    pair = Pair()
+    pair.fill()
+    pair.ask(**arguments)
+    assert pair.waiting() == []
+    pair.ask()
+    assert len(pair.waiting()) == 1

@@ -15,6 +15,7 @@ from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
     QUESTION,
@@ -34,7 +35,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
 def planned(request, shape=None, **settings):
     setup = make_setup(make_shape(**(shape or {})), **settings)
     params = RequestParameters.read(request.kv_transfer_params, setup.config.allowed_parameters)
-    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request, params).outcome
+    return Planner(setup.config, setup.parser, setup.sink, setup.shape, StoreMirror(1)).plan(request, params).outcome
 
 
 def test_a_request_with_chunks():

@@ -7,6 +7,7 @@ import pytest
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
     QUESTION,
@@ -23,7 +24,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
 def plan(request):
     setup = make_setup(make_shape())
     params = RequestParameters.read(request.kv_transfer_params, setup.config.allowed_parameters)
-    return Planner(setup.config, setup.parser, setup.sink, setup.shape).plan(request, params).outcome
+    return Planner(setup.config, setup.parser, setup.sink, setup.shape, StoreMirror(1)).plan(request, params).outcome
 
 
 def test_chunks_that_end_behind_a_position():

@@ -1,20 +1,21 @@
 """Reads requests: which have chunks, and what is to be done with them."""
 
-import hashlib
 import logging
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvmosaic.core.config import CLIENT_PARAMETERS, ChunkCacheConfig
 from kvmosaic.core.discovery import Discovery
 from kvmosaic.core.errors import KvmosaicError
-from kvmosaic.core.key import ContentHasher
 from kvmosaic.core.limits import MAX_CHUNKS, shown_id
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.identity import chunk_context
+from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.parameters import RequestParameters
+from kvmosaic.engines.vllm.scheduler_side.digests import ChunkDigests
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import WaitingChunk
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.support import looks_inside, policy_served
 
@@ -32,6 +33,8 @@ class Plan(NamedTuple):
     """The request with its chunks, the reason why it is served plainly, or ``None`` when it has no chunks."""
     absent: tuple[int, ...] = ()
     """Which of the documents that it names occur nowhere in its prompt, as indices."""
+    to_fill: tuple[WaitingChunk, ...] = ()
+    """Texts that others will find as one chunk each. It can do without them."""
 
 
 class Planner:
@@ -43,10 +46,12 @@ class Planner:
         parser: ChunkTokenParser,
         sink: tuple[int, ...],
         shape: EngineShape,
+        mirror: StoreMirror,
         discovery: Discovery | None = None,
     ) -> None:
         """``discovery``: finds chunks that nobody named, if that is wanted."""
         self._discovery = discovery
+        self._mirror = mirror
         self._config = config
         self._parser = parser
         self._sink = sink
@@ -74,48 +79,62 @@ class Planner:
         return Plan(Fallback.BAD_PARAMETERS)
 
     def _plan(self, request: Any, params: RequestParameters) -> Plan:
+        absent: tuple[int, ...] = ()
         if params.boundaries is not None:
             prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
-            return Plan(self._outcome(request, params, prompt))
-        named = self._parser.parse_named(request.prompt_token_ids, params.documents, params.question)
-        return Plan(self._outcome(request, params, named.prompt), named.absent)
-
-    def _outcome(
-        self, request: Any, params: RequestParameters, prompt: ChunkedPrompt
-    ) -> ChunkRequest | Fallback | None:
+        else:
+            named = self._parser.parse_named(request.prompt_token_ids, params.documents, params.question)
+            prompt, absent = named.prompt, named.absent
         ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
         policy = self._config.policy if params.policy is None else params.policy
         policy_served(policy, self._shape.num_layers)
         reason = _cannot_be_reused(request)
+        longer: tuple[Span, ...] = ()
         if self._discovery is not None and reason is None and params.boundaries is None:
-            prompt = _with_runs(prompt, self._discovery, request.cache_salt)
+            prompt, longer = self._with_runs(prompt, self._discovery, request.cache_salt)
         if not prompt.chunks:
-            return None
-        if reason is not None:
-            return reason
-        if looks_inside(policy, ratio) and any(self._shape.is_cut(len(span)) for span in prompt.chunks):
+            return Plan(None, absent)
+        if reason is None and looks_inside(policy, ratio) and any(map(self._shape.is_cut, map(len, prompt.chunks))):
             logger.warning(
                 "request %s is prefilled: %s at ratio %g looks inside chunks, of which layers with a sliding window "
                 "keep only the last %d tokens; start the engine with that ratio, or with window_tails=false",
                 *(shown_id(request.request_id), policy, ratio, self._shape.window_tail),
             )
-            return Fallback.WINDOW
-        context = chunk_context(self._config.chunk_context, prompt, self._sink)
-        tokens, hasher = prompt.token_array, ContentHasher(context, self._config.chunk_hash_algorithm)
-        digests = tuple(hasher.hash(tokens[span.start : span.end]) for span in prompt.chunks)
-        if request.cache_salt is not None:
-            # A client that asks to be kept apart from others in vLLM's prefix cache is kept apart here.
-            salt = request.cache_salt.encode(errors="surrogatepass")  # JSON can write half of a character
-            digests = tuple(hashlib.sha256(salt + digest).digest()[: len(digest)] for digest in digests)
+            reason = Fallback.WINDOW
+        if reason is not None:
+            return Plan(reason, absent)
+        first = prompt.chunks[0].start
+        digests = ChunkDigests(self._config, self._sink, prompt, request.cache_salt)
+        hashes = tuple(digests.digest(span, first) for span in prompt.chunks)
         turn_ends = tuple(self._parser.turn_ends(prompt))
-        return ChunkRequest(request.request_id, prompt, ratio, policy, context, digests, turn_ends)
+        ours = ChunkRequest(request.request_id, prompt, ratio, policy, digests.context(first), hashes, turn_ends)
+        return Plan(ours, absent, tuple(self._to_fill(ours, longer, digests)))
 
+    def _with_runs(
+        self, prompt: ChunkedPrompt, discovery: Discovery, salt: str | None
+    ) -> tuple[ChunkedPrompt, tuple[Span, ...]]:
+        """The prompt, with text that came back as further chunks, and longer texts that should be stored."""
+        digests = ChunkDigests(self._config, self._sink, prompt, salt)
 
-def _with_runs(prompt: ChunkedPrompt, discovery: Discovery, salt: str | None) -> ChunkedPrompt:
-    """The prompt, with text that came back as further chunks."""
-    runs = discovery.find(prompt.token_array, prompt.chunks, salt)[: MAX_CHUNKS - len(prompt.chunks)]
-    chunks = sorted([*prompt.chunks, *runs], key=lambda span: span.start)
-    return ChunkedPrompt(prompt.token_ids, tuple(chunks)) if runs else prompt
+        def is_stored(span: Span, first: int) -> bool:
+            return self._mirror.has(digests.digest(span, first))
+
+        found = discovery.find(prompt.token_array, prompt.chunks, salt, is_stored)
+        runs = found.chunks[: MAX_CHUNKS - len(prompt.chunks)]
+        chunks = sorted([*prompt.chunks, *runs], key=lambda span: span.start)
+        return ChunkedPrompt(prompt.token_ids, tuple(chunks)) if runs else prompt, found.to_fill
+
+    def _to_fill(
+        self, request: ChunkRequest, spans: tuple[Span, ...], digests: ChunkDigests
+    ) -> Iterator[WaitingChunk]:
+        """Those of ``spans`` that can be filled."""
+        for span in spans:
+            # One that begins before the first chunk is the first one itself when it is used.
+            first = min(span.start, request.prompt.chunks[0].start)
+            context = digests.context(first)
+            if len(span) + len(context) <= self._shape.max_positions:
+                tokens = request.prompt.tokens_of(span)
+                yield WaitingChunk(request.request_id, digests.digest(span, first), tokens, context)
 
 
 def _cannot_be_reused(request: Any) -> Fallback | None:

@@ -42,8 +42,8 @@ class ChunkScheduler:
         self._config = config
         self._shape = shape
         discovery = setup.discovery() if "auto" in config.sources else None
-        self._planner = Planner(config, setup.parser, setup.sink, shape, discovery)
         self._mirror = StoreMirror(shape.ranks)
+        self._planner = Planner(config, setup.parser, setup.sink, shape, self._mirror, discovery)
         self._admission = Admission(config, shape, self._mirror)
         self._backlog = FillBacklog(shape)
         self._waiting = WaitingRoom(config, shape, self._mirror, self._admission, self._backlog)
@@ -81,7 +81,7 @@ class ChunkScheduler:
         if self._salt is not None:
             BlockSalts(request).add([self._salt])
         params = RequestParameters.read(take_parameters(request), self._config.allowed_parameters)
-        planned, absent = self._planner.plan(request, params)
+        planned, absent, to_fill = self._planner.plan(request, params)
         if params.report:
             self._reports.begin(request.request_id, documents_not_found=absent, unknown_parameters=params.unknown)
         if isinstance(planned, ChunkRequest):
@@ -89,6 +89,8 @@ class ChunkScheduler:
         if isinstance(planned, ChunkRequest):
             self._requests[request.request_id] = planned
             BlockSalts(request).add(planned.salts(self._shape))
+            if self._config.miss_policy != "never":
+                self._backlog.add(to_fill)
             return
         if planned is not None:
             self._fall_back(request.request_id, planned)

@@ -1,0 +1,43 @@
+"""What the chunks of a request are called in the store."""
+
+import hashlib
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.key import ContentHasher
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.identity import chunk_context
+
+
+class ChunkDigests:
+    """Content hashes of the spans of one prompt, each with what a chunk there is computed after: that may depend on
+    where the prompt's first chunk begins, which is ``first`` below."""
+
+    def __init__(
+        self, config: ChunkCacheConfig, sink: tuple[int, ...], prompt: ChunkedPrompt, cache_salt: str | None
+    ) -> None:
+        self._config = config
+        self._sink = sink
+        self._prompt = prompt
+        # JSON can write half of a character.
+        self._salt = None if cache_salt is None else cache_salt.encode(errors="surrogatepass")
+        self._contexts: dict[int, tuple[tuple[int, ...], ContentHasher]] = {}
+        """By ``first``, of which there are few; a context may be as long as the prompt."""
+
+    def context(self, first: int) -> tuple[int, ...]:
+        """What chunks are computed after."""
+        return self._after(first)[0]
+
+    def digest(self, span: Span, first: int) -> bytes:
+        """Content hash of a chunk."""
+        digest = self._after(first)[1].hash(self._prompt.token_array[span.start : span.end])
+        if self._salt is None:
+            return digest
+        # A client that asks to be kept apart from others in vLLM's prefix cache is kept apart here.
+        return hashlib.sha256(self._salt + digest).digest()[: len(digest)]
+
+    def _after(self, first: int) -> tuple[tuple[int, ...], ContentHasher]:
+        if first not in self._contexts:
+            begun = ChunkedPrompt(self._prompt.token_ids, (Span(first, first + 1),))
+            context = chunk_context(self._config.chunk_context, begun, self._sink)
+            self._contexts[first] = context, ContentHasher(context, self._config.chunk_hash_algorithm)
+        return self._contexts[first]
