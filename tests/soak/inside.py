@@ -108,6 +108,8 @@ class BlockWatch:
         self._scheduled: list[Written] = []
         self._begun: list[tuple[str, int, np.ndarray, int]] = []
         self._waits: list[float] = []
+        self.planned = ""
+        """What the latest step computes."""
         self.kept_waiting = 0.0
         """Seconds, until the latest step, in which others had the processor that this engine was waiting for."""
         schedule = self._scheduler.schedule
@@ -122,6 +124,7 @@ class BlockWatch:
 
     def _follow(self, output: Any) -> None:
         """What vLLM's forward computes, whatever was in the blocks before."""
+        self.planned = _planned(output)
         cached = output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -158,6 +161,23 @@ class BlockWatch:
         self._begun.clear()
         self._scheduled.clear()
         return begun
+
+
+def _planned(output: Any) -> str:
+    """Tokens of a step: vLLM's own, and what the connector has its workers do."""
+    work = output.kv_connector_metadata
+    loads = [
+        f"{load.prompt.question.start - load.start} at {load.ratio:g} by {load.policy or 'none'}"
+        + ("" if load.at_once is None else f", {load.at_once} at once")
+        for load in work.loads
+    ]
+    fills = [str(len(tokens)) for fill in work.fills for _, tokens in fill.chunks]
+    fills += [f"slice of {len(work.fill_slice.tokens)}"] if work.fill_slice is not None else []
+    parts = [f"vLLM {output.total_num_scheduled_tokens}"]
+    parts += [f"loads {'; '.join(loads)}"] if loads else []
+    parts += [f"fills {' + '.join(fills)}"] if fills else []
+    parts += [f"{len(work.prefix_saves)} prefix saves"] if work.prefix_saves else []
+    return ", ".join(parts)
 
 
 def core_scheduler(llm: Any) -> Any:

@@ -238,7 +238,8 @@ class Session:
         kinds = Counter(each.ask.kind for each in self._running.values())
         junk = [repr(each.ask.params)[:50] for each in self._running.values() if each.ask.kind == "junk"]
         disk = [self._disk_fault] if now < self._disk_until else []
-        return "; ".join([*disk, *junk, ", ".join(f"{kind} {count}" for kind, count in kinds.items())])
+        running = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+        return "; ".join([*disk, *junk, running, self._watch.planned])
 
     def _finish(self, output: Any, running: _Running) -> None:
         del self._running[output.request_id]
