@@ -87,7 +87,7 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        console.print("interrupted; what was measured is kept, the same command goes on from there", style="yellow")
+        console.print("interrupted; what was done is kept, the same command goes on from there", style="yellow")
         raise typer.Exit(130) from None
 
 

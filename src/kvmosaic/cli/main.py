@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvmosaic import __version__
-from kvmosaic.cli import bench, calibrate, demo, doctor, eval, generate, models, separator, serve, store
+from kvmosaic.cli import bench, calibrate, demo, doctor, eval, generate, models, separator, serve, store, tune
 from kvmosaic.cli.output import console
 from kvmosaic.core.errors import KvmosaicError
 
@@ -23,6 +23,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(separator.separator)
 app.command("eval")(eval.evaluate)
 app.command()(calibrate.calibrate)
+app.command()(tune.tune)
 app.command()(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")

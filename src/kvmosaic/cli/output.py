@@ -80,6 +80,10 @@ class Steps:
     def done(self) -> None:
         self._progress.advance(self._task)
 
+    def reach(self, done: int) -> None:
+        """So many steps are done."""
+        self._progress.update(self._task, completed=done)
+
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Steps]:

@@ -13,7 +13,7 @@ from kvmosaic.core.errors import ConfigError
 PROFILE_SETTINGS = ("policy", "recompute_ratio", "sink_prefix")
 """What a profile decides; the rest of it says how that was found."""
 
-_HEADER = "# Written by kvmosaic calibrate: the settings of this model that nothing else sets.\n"
+_HEADER = "# Written by kvmosaic calibrate or tune: the settings of this model that nothing else sets.\n"
 
 
 class Measured(BaseModel):
@@ -64,21 +64,25 @@ def profile_path(model: str) -> Path:
 
 def load_profile(model: str) -> dict[str, Any]:
     """The settings in the profile of ``model``; none when there is no such file."""
-    path = profile_path(model)
+    profile = read_profile(profile_path(model))
+    return {} if profile is None else {name: getattr(profile, name) for name in PROFILE_SETTINGS}
+
+
+def read_profile(path: Path) -> Profile | None:
+    """The profile in a file; ``None`` when there is no such file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return {}
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise broken(path, str(error)) from None
     try:
-        profile = Profile.model_validate(yaml.safe_load(text))
+        return Profile.model_validate(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise broken(path, str(error)) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise broken(path, f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}") from None
-    return {name: getattr(profile, name) for name in PROFILE_SETTINGS}
 
 
 def broken(path: Path, reason: str) -> ConfigError:

@@ -54,3 +54,13 @@ def rotate_(rows: torch.Tensor, turn: CosSin, columns: RotaryColumns) -> None:
     turned.addcmul_(b, turn.sin, value=-1)
     second.copy_((b * turn.cos).addcmul_(a, turn.sin))
     first.copy_(turned)
+
+
+def rotated(rows: torch.Tensor, turn: CosSin, columns: RotaryColumns) -> torch.Tensor:
+    """``rows`` ``[..., tokens, dim]`` turned, as a new tensor that can be differentiated."""
+    end = columns.start + columns.width
+    active = rows[..., columns.start : end].float()
+    a, b = (active[..., 0::2], active[..., 1::2]) if columns.interleaved else active.chunk(2, dim=-1)
+    pair = a * turn.cos - b * turn.sin, b * turn.cos + a * turn.sin
+    turned = torch.stack(pair, dim=-1).flatten(-2) if columns.interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([rows[..., : columns.start], turned.to(rows.dtype), rows[..., end:]], dim=-1)

@@ -9,6 +9,7 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV, EntryKind, KVFormat
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey, ContentHasher, format_fingerprint
+from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.core.store_key import StoreKey
 from kvmosaic.engines.identity import chunk_context
@@ -53,17 +54,20 @@ class ChunkCache:
         model: str,
         *,
         sink: Sequence[int],
+        learned: LearnedSink | None = None,
         fingerprint: Fingerprint,
         share: HeadShare,
         max_positions: int | None,
         kv_format: KVFormat,
         device_pool: torch.Tensor | None = None,
     ) -> None:
-        """``share`` is what this process holds of the model's KV, ``kv_format`` what entries of it look like."""
+        """``sink`` are the tokens that chunks are computed after, or stand for a ``learned`` one. ``share`` is what
+        this process holds of the model's KV, ``kv_format`` what entries of it look like."""
         self.store: ChunkStorageManager = open_store(config, device_pool, share, kv_format)
         store_key = StoreKey.from_environment()
         self._sealed = "" if store_key is None else f"-{store_key.id}"
         self.sink = tuple(sink)
+        self._sink_identity = self.sink if learned is None else learned.digest
         self._config = config
         self._model = model
         self._made_by = fingerprint
@@ -110,7 +114,7 @@ class ChunkCache:
         if made_by not in self._fingerprints:
             if len(self._fingerprints) >= FINGERPRINTS_REMEMBERED:  # weights may change again and again
                 self._fingerprints.clear()
-            made = format_fingerprint(engine=made_by, sink=self.sink, tails=self._tails)
+            made = format_fingerprint(engine=made_by, sink=self._sink_identity, tails=self._tails)
             self._fingerprints[made_by] = made + self._sealed
         return self._fingerprints[made_by]
 

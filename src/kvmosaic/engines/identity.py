@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.learned_sink import PREFIX, LearnedSink
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.core.sink import sink_tokens
+from kvmosaic.models.sink_file import load_sink
 
 _WHERE_AND_WHO = ("_name_or_path", "transformers_version")
 """Entries of a model's configuration that depend on where it lies and on the library that reads it."""
@@ -25,8 +27,20 @@ def config_identity(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in _WHERE_AND_WHO}
 
 
+def learned_sink(config: ChunkCacheConfig) -> LearnedSink | None:
+    """The learned sink of a configuration, if it has one."""
+    setting = config.sink_prefix
+    if config.chunk_context == "system" or not setting.startswith(PREFIX):
+        return None
+    return load_sink(setting.removeprefix(PREFIX))
+
+
 def sink_of(config: ChunkCacheConfig, bos_token_id: int | None, tokenizer: Any) -> tuple[int, ...]:
-    """The sink prefix of a configuration; ``tokenizer`` is ``None`` where there is none."""
+    """The sink prefix of a configuration; ``tokenizer`` is ``None`` where there is none. For a learned sink, tokens
+    that stand for it."""
+    if config.sink_prefix.startswith(PREFIX):
+        learned = learned_sink(config)
+        return () if learned is None else learned.tokens
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     return tuple(sink_tokens(config.sink_prefix, config.chunk_separator, bos_token_id, encode))
 

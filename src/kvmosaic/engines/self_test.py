@@ -14,6 +14,7 @@ import torch
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey, content_hash
+from kvmosaic.core.learned_sink import witness_tokens
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.core.window import WHOLE, WindowTails
 
@@ -61,9 +62,12 @@ class Trial(Protocol):
         ...
 
 
-def trial_sink(setting: str, sink: Sequence[int]) -> tuple[int, ...]:
-    """What of the sink prefix a trial's chunks are computed after, by the setting ``chunk_context``."""
-    return () if setting == "system" else tuple(sink[:CONTEXT_TOKENS])
+def trial_sink(setting: str, sink: Sequence[int], vocabulary: int, *, is_placed: bool) -> tuple[int, ...]:
+    """What a trial's chunks are computed after, by the setting ``chunk_context``: the first tokens of its sink.
+    A learned one is placed and has no tokens, so others take their place. ``vocabulary``: number of token ids."""
+    if setting == "system":
+        return ()
+    return tuple((witness_tokens(vocabulary) if is_placed else sink)[:CONTEXT_TOKENS])
 
 
 def trial_prompts(context_tokens: int, vocabulary: int, limit: int | None) -> list[ChunkedPrompt]:

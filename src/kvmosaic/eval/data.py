@@ -58,6 +58,17 @@ def load(source: str, limit: int, seed: int, form: str | None = None) -> list[Ex
     return examples
 
 
+def is_examples(path: Path) -> bool:
+    """Whether a file looks like one of examples, not of documents."""
+    if path.suffix not in (".json", ".jsonl", ".gz"):
+        return False
+    try:
+        _recognise(str(path), _records(path)[0][1])
+    except ConfigError:
+        return False
+    return True
+
+
 def _records(path: Path) -> list[tuple[int, Any]]:
     """Line number and content of each JSON value: one for the whole file, or one per line."""
     try:

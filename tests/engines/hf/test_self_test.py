@@ -47,15 +47,15 @@ def first_tokens_left_out(patch):
 
 def future_in_sight(patch):
     def everything(self, rule):
-        return torch.ones(len(self.positions), self.length, dtype=torch.bool)
+        return torch.ones(1, len(self.positions), self.length, dtype=torch.bool)
 
     patch.setattr(attention.AttentionPlan, "visible", everything)
 
 
 def chunks_see_each_other(patch):
-    def in_one_row(self, context, chunks, length, *start):
+    def in_one_row(self, context, chunks, length, *start, **sink):
         joined = [token for chunk in chunks for token in chunk]
-        [(k, v)] = right(self, context, [joined], length, *start)
+        [(k, v)] = right(self, context, [joined], length, *start, **sink)
         sizes = [len(chunk) for chunk in chunks]
         return list(zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True))
 

@@ -141,7 +141,7 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, tiny_text, to
             difference_within(entry, worker_side().rotary, position, blocks, lambda *rows: 1e-4)
             difference_within(
                 found.entry,
-                reference.engine._rotary,
+                reference.engine.rotary,
                 position,
                 blocks,
                 lambda *rows: 1e-4 * max(part.abs().max() for part in rows),

@@ -30,6 +30,7 @@ class AttentionPlan:
     """Positions of the query rows of one forward, over keys at positions ``0 .. length-1``."""
 
     def __init__(self, positions: torch.Tensor, length: int) -> None:
+        """``positions`` are ``[rows]``, the same in each sequence of a batch, or ``[batch, rows]``."""
         self.positions = positions
         self.length = length
         self.calls = 0
@@ -37,15 +38,18 @@ class AttentionPlan:
         self.observe: Observer | None = None
         """Called in each layer with its index, queries ``[heads, rows, dim]``, keys ``[kv_heads, length, dim]`` and
         the scale of their products, before attention is computed."""
-        rows = len(positions)
-        self.is_plain_causal = rows == length or (rows == 1 and int(positions[0]) == length - 1)
+        rows = positions.shape[-1]
+        self.is_plain_causal = positions.dim() == 1 and (
+            rows == length or (rows == 1 and int(positions[0]) == length - 1)
+        )
         """Whether ordinary causal attention, without a mask, does the same."""
 
     def visible(self, rule: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """``[rows, length]`` bool: a transformers mask rule, asked about the rows' true positions."""
+        """``[1 or batch, rows, length]`` bool: a transformers mask rule, asked about the rows' true positions."""
         keys = torch.arange(self.length, device=self.positions.device)
-        zero = torch.zeros(1, 1, dtype=torch.long, device=self.positions.device)
-        return rule(zero, zero, self.positions[:, None], keys[None, :])
+        zero = torch.zeros(1, 1, 1, dtype=torch.long, device=self.positions.device)
+        rows = self.positions.view(-1, self.positions.shape[-1], 1)
+        return rule(zero, zero, rows, keys.view(1, 1, -1))
 
 
 _plan: AttentionPlan | None = None
@@ -60,12 +64,12 @@ def _positional_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """``[1, 1, rows, length]``, or ``None`` where ordinary causal attention does the same."""
+    """``[1 or batch, 1, rows, length]``, or ``None`` where ordinary causal attention does the same."""
     assert _plan is not None
     reaches_all = local_size is None or local_size >= _plan.length
     if _plan.is_plain_causal and reaches_all and allow_is_causal_skip and _native != "eager":
         return None
-    mask = _plan.visible(mask_function)[None, None]
+    mask = _plan.visible(mask_function)[:, None]
     if _native != "eager":
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
@@ -80,7 +84,7 @@ def _positional_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert _plan is not None
-    assert (query.shape[2], key.shape[2]) == (len(_plan.positions), _plan.length)
+    assert (query.shape[2], key.shape[2]) == (_plan.positions.shape[-1], _plan.length)
     _plan.calls += 1
     if _plan.observe is not None:
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5

@@ -6,8 +6,8 @@ from typing import Any
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.errors import ConfigError, PromptError
-from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.chunk_cache import ANY_LENGTH, ChunkCache, Found, Missing, WarmState
@@ -18,13 +18,26 @@ class HFChunkCache(ChunkCache):
     """Entries of one model, one format and one tenant, computed by ``engine`` where they are missing."""
 
     def __init__(
-        self, config: ChunkCacheConfig, model: str, *, parser: ChunkTokenParser, engine: HFModel, **settings: Any
+        self,
+        config: ChunkCacheConfig,
+        model: str,
+        *,
+        parser: ChunkTokenParser,
+        engine: HFModel,
+        learned: LearnedSink | None = None,
+        **settings: Any,
     ) -> None:
         """``settings``: ``sink`` and ``max_positions``, as for :class:`ChunkCache`."""
-        share = HeadShare.of_rank(0, 1, engine.format.heads, engine.format.layers)
         super().__init__(
-            config, model, fingerprint=engine.fingerprint, share=share, kv_format=engine.format, **settings
+            config,
+            model,
+            learned=learned,
+            fingerprint=engine.fingerprint,
+            share=engine.share,
+            kv_format=engine.format,
+            **settings,
         )
+        self._sink_kv = None if learned is None else learned.kv(engine.format.dtype, engine.model.device)
         self._parser = parser
         self._engine = engine
 
@@ -66,7 +79,13 @@ class HFChunkCache(ChunkCache):
     def fill(self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
         """Compute the entries of chunks that are missing, together, and store them under their keys."""
         entries = []
-        computed = self._engine.fill(context, list(chunks.values()), length)
+        after_learned = self._sink_kv is not None and tuple(context) == self.sink
+        computed = self._engine.fill(
+            () if after_learned else context,
+            list(chunks.values()),
+            length,
+            sink=self._sink_kv if after_learned else None,
+        )
         for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
             entries.append(self.put(key, chunk, context, k, v))
             self.store.wait_for_room()  # nobody decodes beside us, so what was computed need not be dropped

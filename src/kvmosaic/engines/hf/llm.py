@@ -28,7 +28,7 @@ from kvmosaic.engines.hf.prompts import Prompt, PromptReader, ReadPrompt
 from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.engines.hf.sampling import SamplingParams, stop_ids
 from kvmosaic.engines.hf.self_test import self_test
-from kvmosaic.engines.identity import model_name, sink_of
+from kvmosaic.engines.identity import learned_sink, model_name, sink_of
 from kvmosaic.engines.results import ChunkReport, Fallback, RequestOutput
 from kvmosaic.engines.self_test import OFF
 
@@ -89,7 +89,13 @@ class LLM:
             self._policy.check(self._engine.format.layers)
         except ConfigError as error:
             raise self.config.blame(error) from None
-        self._off_reason = self_test(self._engine, sink, self.config.chunk_context) if self.config.self_test else None
+        learned = learned_sink(self.config)
+        if learned is not None:
+            learned.check(self._engine.format, self._engine.witness(), self._engine.share)
+        self._off_reason = None
+        if self.config.self_test:
+            after = self.config.chunk_context
+            self._off_reason = self_test(self._engine, sink, after, is_sink_placed=learned is not None)
         if self._off_reason is not None:
             self._engine = None
             logger.error(OFF, self._off_reason)
@@ -102,6 +108,7 @@ class LLM:
             parser=self.parser,
             engine=self._engine,
             sink=sink,
+            learned=learned,
             max_positions=self.max_positions,
         )
 

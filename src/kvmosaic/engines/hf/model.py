@@ -5,26 +5,25 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 
 import torch
-import xxhash
 from transformers import Cache, PreTrainedModel
 
 from kvmosaic.blend.base import Selection
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat
 from kvmosaic.core.errors import UnsupportedModelError
+from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import format_fingerprint
+from kvmosaic.core.learned_sink import witness_tokens
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.hf.attention import AttentionPlan, Observer, active_plan, exclusive, positional_attention
 from kvmosaic.engines.hf.narrowing import Narrowing, decoder_layers
 from kvmosaic.engines.hf.request_kv import CapturedKV, RequestKV
 from kvmosaic.engines.hf.rotary import find_tables, regime_of, rope_switches
+from kvmosaic.engines.hf.weights import HFWeights
 from kvmosaic.engines.identity import config_identity
-from kvmosaic.engines.loaded_weights import sampled_digest
 from kvmosaic.engines.rotary import LayerRotary, explain_layer, turns_for
 from kvmosaic.kernels.remap import remap
 
-SAMPLE_BYTES = 4096
-"""Maximum bytes of each parameter that are looked at before each request."""
 FILL_BATCH_TOKENS = 4096
 """Most tokens, padding included, that one fill forward computes."""
 
@@ -54,23 +53,33 @@ class HFModel:
         self._regime = lru_cache(maxsize=4096)(lambda length: regime_of(self._tables, length))
         attention = model.config.get_text_config()._attn_implementation
         with self.session():
-            self.format, self._rotary = self._measure(self._probe_tokens())
-        self._seen_weights = self._look_at_weights()
-        self.weights = weights_digest(model)
+            self.format, self.rotary = self._measure(self._probe_tokens())
+        self._weights = HFWeights(model)
         # All of the configuration: a window or a norm's epsilon changes KV as much as a weight does.
         config = model.config.get_text_config().to_dict()
         self._identity: dict[str, object] = {
-            "weights": self.weights,
+            "weights": self._weights.digest,
             "config": config_identity(config),
             "attention": attention,
             "format": self.format,
-            "columns": [rotary.columns if rotary else None for rotary in self._rotary],
+            "columns": [rotary.columns if rotary else None for rotary in self.rotary],
         }
 
+    @property
+    def weights(self) -> str:
+        """Digest of the weights as they were when they were last looked at."""
+        return self._weights.digest
+
+    @property
+    def share(self) -> HeadShare:
+        """All heads: this engine has one rank."""
+        return HeadShare.of_rank(0, 1, self.format.heads, self.format.layers)
+
     @contextmanager
-    def session(self) -> Iterator[None]:
-        """Every forward of one request happens inside a session; the model is untouched outside."""
-        with positional_attention(self.model), torch.inference_mode():
+    def session(self, gradients: bool = False) -> Iterator[None]:
+        """Every forward of one request happens inside a session; the model is untouched outside. With ``gradients``
+        what is computed can be differentiated."""
+        with positional_attention(self.model), torch.inference_mode(not gradients):
             training = self.model.training
             self.model.eval()  # dropout would be stored
             for table in self._tables:
@@ -89,17 +98,8 @@ class HFModel:
 
     def notice_weights(self) -> None:
         """Look whether weights are what they were, before keys are made that depend on them."""
-        seen = self._look_at_weights()
-        if seen != self._seen_weights:
-            self._seen_weights = seen
-            self._identity["weights"] = weights_digest(self.model)
-
-    def _look_at_weights(self) -> tuple[int, str | None]:
-        """Changes when weights are changed in place, by a training step for example, or behind torch's back, through
-        ``weight.data``: some elements of each."""
-        tensors = self.model.state_dict(keep_vars=True)
-        versions = sum(tensor._version for tensor in tensors.values() if not tensor.is_inference())
-        return versions, sampled_digest(tensors.items(), SAMPLE_BYTES)
+        if self._weights.have_changed():
+            self._identity["weights"] = self._weights.digest
 
     def plain_logits(self, tokens: Sequence[int], last: int, shift: int) -> torch.Tensor:
         """Logits ``[last, vocab]`` of the model left to itself, with positions from ``shift`` on."""
@@ -176,15 +176,21 @@ class HFModel:
         return self.forward(so_far[start:], range(start, length), kv, length)[-1]
 
     def fill(
-        self, context: Sequence[int], chunks: Sequence[Sequence[int]], length: int, start: int = VIRTUAL_POS_START
+        self,
+        context: Sequence[int],
+        chunks: Sequence[Sequence[int]],
+        length: int,
+        start: int = VIRTUAL_POS_START,
+        sink: KV | None = None,
     ) -> list[KV]:
         """KV of each chunk, computed alone after ``context`` with the rotary tables of a prompt of ``length`` tokens;
-        chunks of similar length share a forward. Canonical unless ``start``, the first position, is another."""
+        chunks of similar length share a forward. Canonical unless ``start``, the first position, is another. With a
+        learned ``sink`` there is no context, and chunks come after that."""
         results: dict[int, KV] = {}
         batch: list[int] = []
 
         def run_batch() -> None:
-            captured = self._capture([[*context, *chunks[index]] for index in batch], start, length)
+            captured = self._capture([[*context, *chunks[index]] for index in batch], start, length, sink)
             for row, index in enumerate(batch):
                 results[index] = captured.row(row, slice(len(context), len(context) + len(chunks[index])))
             batch.clear()
@@ -197,9 +203,15 @@ class HFModel:
             run_batch()
         return [results[index] for index in range(len(chunks))]
 
+    def witness(self) -> torch.Tensor:
+        """Values by which models are told apart, ``[heads, tokens, v_dim]``; see :class:`LearnedSink`."""
+        tokens = witness_tokens(self.model.config.get_text_config().vocab_size)
+        [(_, v)] = self.fill((), [tokens], len(tokens))
+        return v[:, -1]
+
     def remap(self, entry: ChunkKV, kv: RequestKV, position: int, length: int) -> None:
         """Place ``entry`` at ``position`` of a prompt of ``length`` tokens."""
-        remap(entry, kv.k, kv.v, position, turns_for([(entry, position)], length, self._rotary))
+        remap(entry, kv.k, kv.v, position, turns_for([(entry, position)], length, self.rotary))
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
@@ -225,18 +237,21 @@ class HFModel:
                 logits_to_keep=last,
             ).logits
 
-    def _capture(self, rows: Sequence[Sequence[int]], start: int, length: int) -> CapturedKV:
-        """Run rows side by side, each alone, at positions from ``start`` on, and record their KV.
+    def _capture(self, rows: Sequence[Sequence[int]], start: int, length: int, sink: KV | None = None) -> CapturedKV:
+        """Run rows side by side, each alone, at positions from ``start`` on or behind a learned ``sink`` that is
+        there, and record their KV.
 
         Rows are padded at the end, where causality keeps the padding out of sight. The last padding token
         stands at position ``length - 1``: it puts the model's rotary tables into the state they have for
         a prompt of that length."""
         width = max(map(len, rows)) + 1
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
-        positions = torch.arange(start, start + width, device=self.model.device)
-        positions[-1] = max(length - 1, start + width - 2)
-        captured = CapturedKV()
-        plan = AttentionPlan(torch.arange(width, device=self.model.device), width)
+        before = 0 if sink is None else sink[0].shape[2]
+        places = torch.arange(before, before + width, device=self.model.device)
+        positions = places + start
+        positions[-1] = max(length - 1, int(positions[-1]) - 1)
+        captured = CapturedKV(sink)
+        plan = AttentionPlan(places, before + width)
         self._run(padded, positions[None], captured, plan)
         if plan.calls != len(captured.captured):
             raise UnsupportedModelError(
@@ -286,14 +301,3 @@ class HFModel:
             for layer in layers
         ]
         return KVFormat(len(layers), heads, k_dim, v_dim, dtype), rotary
-
-
-def weights_digest(model: PreTrainedModel) -> str:
-    """Digest of all weights: another fine-tune of the same shape must get other keys, even if one row differs."""
-    digest = xxhash.xxh3_64()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
-        digest.update(name.encode())
-        for part in flat.split(2**28):
-            digest.update(memoryview(part.cpu().numpy()))
-    return digest.hexdigest()

@@ -8,9 +8,10 @@ from transformers import Cache
 
 from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.errors import UnsupportedModelError
+from kvmosaic.engines.chunk_cache import KV
 
 
-class _PositionedCache(Cache):
+class PositionedCache(Cache):
     """A cache whose rows have positions of their own, so that its length says nothing about them."""
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class _PositionedCache(Cache):
         return query_length, 0  # not used either
 
 
-class RequestKV(_PositionedCache):
+class RequestKV(PositionedCache):
     """The KV of one request, at its true positions: remapped chunks plus what the model computes.
 
     ``k`` is ``[layers, heads, capacity, k_dim]``, ``v`` ``[layers, heads, capacity, v_dim]``. Before a
@@ -63,18 +64,26 @@ class RequestKV(_PositionedCache):
         return k[None, :, : self._length], v[None, :, : self._length]
 
 
-class CapturedKV(_PositionedCache):
-    """Records what a model would cache, layer by layer, for rows that see only themselves."""
+class CapturedKV(PositionedCache):
+    """Records what a model would cache, layer by layer, for rows that see only themselves and a learned sink."""
 
-    def __init__(self) -> None:
+    def __init__(self, sink: KV | None = None) -> None:
+        """``sink``: what each row begins after, K ``[heads, layers, tokens, k_dim]`` and V ``[…, v_dim]``."""
         super().__init__()
+        self._sink = sink
         self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.captured[layer_idx] = (key_states, value_states)
-        return key_states, value_states
+        if self._sink is None:
+            return key_states, value_states
+        k, v = (
+            torch.cat([part[:, layer_idx].expand(len(rows), -1, -1, -1), rows], dim=2)
+            for part, rows in zip(self._sink, (key_states, value_states), strict=True)
+        )
+        return k, v
 
     def row(self, index: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one batch row, ``[heads, layers, tokens, dim]`` each."""

@@ -44,7 +44,8 @@ class TransformersTable:
         prefix = "" if self.layer_type is None else f"{self.layer_type}_"
         if hasattr(self.module, f"{prefix}original_inv_freq") and hasattr(self.module, "original_max_seq_len"):
             original = getattr(self.module, f"{prefix}original_inv_freq")
-            setattr(self.module, f"{prefix}inv_freq", original.clone())
+            with torch.inference_mode(False):  # the model writes to it, maybe where gradients are taken
+                setattr(self.module, f"{prefix}inv_freq", original.clone())
             setattr(self.module, f"{prefix}max_seq_len_cached", self.module.original_max_seq_len)
 
 

@@ -14,24 +14,27 @@ from kvmosaic.engines.identity import chunk_context
 from kvmosaic.engines.self_test import SHIFT, failure, trial_entry, trial_prompts, trial_sink
 
 
-def self_test(engine: HFModel, sink: Sequence[int], context: str) -> str | None:
+def self_test(engine: HFModel, sink: Sequence[int], context: str, *, is_sink_placed: bool = False) -> str | None:
     """Why chunks of this model must not be reused, in one line; ``None`` when all is well. ``context`` is the setting
-    ``chunk_context``."""
+    ``chunk_context``; ``is_sink_placed``: whether fills come after KV that is placed, as with a learned sink."""
     vocabulary = engine.model.config.get_text_config().vocab_size
-    after = trial_sink(context, sink)
+    after = trial_sink(context, sink, vocabulary, is_placed=is_sink_placed)
     prompts = trial_prompts(len(after), vocabulary, engine.max_positions)
     while prompts and engine.fingerprint(len(prompts[0].token_ids) + SHIFT) is None:
         # Past a length of their own, some models have other rotary tables for every prompt.
         prompts = trial_prompts(len(after), vocabulary, (len(prompts[0].token_ids) + SHIFT) // 2)
-    trials = (HFTrial(engine, prompt, chunk_context(context, prompt, after)) for prompt in prompts)
+    trials = (HFTrial(engine, prompt, chunk_context(context, prompt, after), is_sink_placed) for prompt in prompts)
     return failure(trials, engine.format.dtype)
 
 
 class HFTrial:
     """One prompt, computed in all the ways that have to agree. Outputs are logits ``[question tokens, vocab]``."""
 
-    def __init__(self, engine: HFModel, prompt: ChunkedPrompt, context: tuple[int, ...]) -> None:
+    def __init__(
+        self, engine: HFModel, prompt: ChunkedPrompt, context: tuple[int, ...], is_sink_placed: bool = False
+    ) -> None:
         self._engine = engine
+        self._is_sink_placed = is_sink_placed
         self._prompt = prompt
         self._context = context
         self._length = len(prompt.token_ids)
@@ -67,7 +70,11 @@ class HFTrial:
     @cached_property
     def _entries(self) -> list[ChunkKV]:
         chunks = [self._prompt.tokens_of(span) for span in self._prompt.chunks]
-        filled = self._engine.fill(self._context, chunks, self._length)
+        context, sink = self._context, None
+        if self._is_sink_placed:
+            [sink] = self._engine.fill((), [context], self._length)
+            context = ()
+        filled = self._engine.fill(context, chunks, self._length, sink=sink)
         return [trial_entry(tokens, self._context, kv) for tokens, kv in zip(chunks, filled, strict=True)]
 
     def _moved_kv(self) -> RequestKV:

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.window import reachable_tail
+from kvmosaic.engines.identity import learned_sink
 from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, sliding_window
 from kvmosaic.engines.vllm.support import looks_inside
 
@@ -38,6 +39,8 @@ class EngineShape:
     """Tokens of an exact prefix that are one entry; a multiple of ``block_size``."""
     window_tail: int | None
     """Tokens of an entry that are kept in layers with a sliding window; ``None``: all."""
+    places_sink: bool = False
+    """Whether what chunks are filled after is learned, so that it is placed and not computed."""
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any, config: ChunkCacheConfig) -> "EngineShape":
@@ -58,6 +61,7 @@ class EngineShape:
             has_drafts=has_drafts,
             segment_tokens=-(-segment_tokens(reach) // size) * size,
             window_tail=reach if cuts else None,
+            places_sink=learned_sink(config) is not None,
         )
 
     def blocks_for(self, tokens: int) -> int:

@@ -1,6 +1,7 @@
 """What the backlog hands out with a step: real pool of blocks, real scheduler output."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -408,3 +409,26 @@ def test_a_step_computes_no_more_than_two_full_ones_would(scheduled, loaded, exp
         side.store(stored)
         side.begin(side.add(ask_about(stored, text(5, loaded))))
     assert side.scheduler._admission.tokens_to_fill(scheduled) == pytest.approx(expected, abs=100)
+
+
+def test_a_learned_sink_takes_blocks_and_no_time():
+    """It is placed, so a step has room for more chunks; each still needs its blocks."""
+    shape = replace(make_shape(), places_sink=True)
+    for chosen, fits in ((make_shape(), 2), (shape, 3)):
+        backlog = FillBacklog(chosen)
+        backlog.add([missing(number, 24) for number in range(3)])
+        [fill], _ = backlog.take(DECODING, make_pool(), SHARED + 2 * (REST + 24))
+        assert len(fill.chunks) == fits
+        assert len(fill.blocks[0]) >= chosen.blocks_for(SHARED) + fits * chosen.blocks_for(REST + 24)
+
+
+def test_slices_begin_behind_a_learned_sink():
+    backlog = FillBacklog(replace(make_shape(), places_sink=True))
+    backlog.add([missing(1, 4 * STEP)])
+    pool, starts, count = make_pool(), [], 0
+    while len(backlog):
+        _, part = backlog.take(DECODING, pool, STEP)
+        starts.append(part.start)
+        count += len(part.tokens)
+    assert starts[0] == len(SINK)
+    assert count == 4 * STEP

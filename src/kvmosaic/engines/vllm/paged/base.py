@@ -76,20 +76,27 @@ class RequestBlocks(ABC):
         other."""
 
     def fill(
-        self, context: Sequence[int], chunks: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
+        self,
+        context: Sequence[int],
+        chunks: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[int]],
+        sink: ChunkKV | None = None,
     ) -> list[KV]:
         """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses. They
         have room for any one of the chunks, and take as many at a time as fit.
 
         The context is computed once, as far as it fills blocks; its rest, which shares a block with the chunk, for
-        each of them."""
+        each of them. Where ``context`` stands for a learned ``sink``, that is placed instead, and nothing of it is
+        computed."""
         assert VIRTUAL_POS_START == 0
         sizes = self._forward.kv.block_sizes
         shared = len(context) // lcm(*sizes) * lcm(*sizes)
         first = [shared // size for size in sizes]
         results: list[KV] = []
-        runs = [Run(context[:shared], 0, blocks)] if shared else []
+        runs = [Run(context[:shared], 0, blocks)] if shared and sink is None else []
         used = list(first)
+        if sink is not None:
+            self.place([(sink, 0)], blocks, 0)
 
         def compute() -> None:
             ranges = [
@@ -105,7 +112,12 @@ class RequestBlocks(ABC):
                 compute()
                 used = list(first)
             own = [(*row[:k], *row[u : u + n]) for row, k, u, n in zip(blocks, first, used, need, strict=True)]
-            runs.append(Run([*context[shared:], *chunk], shared, own))
+            if sink is None:
+                runs.append(Run([*context[shared:], *chunk], shared, own))
+            else:
+                if shared < len(context):
+                    self.place([(sink, 0)], own, shared)
+                runs.append(Run(chunk, len(context), own))
             used = [u + n for u, n in zip(used, need, strict=True)]
         compute()
         return results

@@ -25,7 +25,7 @@ class _Begun:
     blocks: Borrowed
     """Its own until it is done, or until vLLM may need them."""
     done: int = 0
-    """Tokens that are computed."""
+    """Tokens that are computed, or placed."""
 
 
 class FillBacklog:
@@ -103,7 +103,9 @@ class FillBacklog:
                 return
             count = self._shape.blocks_for(chunk.length)
             if count + reserve <= pool.count:
-                self._begun = _Begun(self._waiting_chunks.take(), chunk.context + chunk.tokens, pool.borrow(count))
+                done = len(chunk.context) if self._shape.places_sink else 0
+                tokens = chunk.context + chunk.tokens
+                self._begun = _Begun(self._waiting_chunks.take(), tokens, pool.borrow(count), done)
                 return
             self._pass_over(chunk)
 
@@ -137,8 +139,9 @@ class FillBacklog:
         while self._waiting_chunks and looks:
             chunk = self._waiting_chunks.next()
             once, each = self._shape.fill_shares(len(chunk.context))
-            computed = each + len(chunk.tokens) + (0 if chunk.context in groups else once)
-            count = self._shape.blocks_for(computed)
+            held = each + len(chunk.tokens) + (0 if chunk.context in groups else once)
+            computed = len(chunk.tokens) if self._shape.places_sink else held
+            count = self._shape.blocks_for(held)
             if computed <= left and count <= free:
                 groups.setdefault(chunk.context, []).append(self._waiting_chunks.take())
                 counts[chunk.context] = counts.get(chunk.context, 0) + count

@@ -43,7 +43,10 @@ class ChunkFiller:
         ranks: Ranks,
         timer: StageTimer,
         stats: ChunkStats,
+        sink: ChunkKV | None = None,
     ) -> None:
+        """``sink``: the learned sink that all chunks are filled after, if there is one."""
+        self._sink = sink
         self._half_filled: _HalfFilled | None = None
         self._cache = cache
         self._shape = shape
@@ -57,9 +60,9 @@ class ChunkFiller:
     ) -> dict[ChunkKey, ChunkKV]:
         """Compute the entries of ``chunks`` after ``context``, in ``blocks`` with room for any one of them, and store
         them."""
-        once, each = self._shape.fill_shares(len(context))
+        once, each = (0, 0) if self._sink is not None else self._shape.fill_shares(len(context))
         with self._timer.stage("fill", once + sum(each + len(tokens) for tokens in chunks.values())):
-            computed = self._paged.fill(context, list(chunks.values()), blocks)
+            computed = self._paged.fill(context, list(chunks.values()), blocks, self._sink)
             entries = {
                 key: self._stored(key, tokens, context, kv)
                 for (key, tokens), kv in zip(chunks.items(), computed, strict=True)
@@ -88,14 +91,17 @@ class ChunkFiller:
 
     def _fill_slice(self, part: FillSlice) -> bool:
         """Always true: it was done."""
+        placed = len(self._sink.tokens) if self._sink is not None else 0
+        if self._sink is not None and part.start == placed:
+            self._paged.place([(self._sink, 0)], part.blocks, 0)
         run = Run(part.tokens, part.start, part.blocks)
         first = max(part.start, part.context_tokens)
         captures = not self._paged.can_read and run.end > first
         with self._timer.stage("fill", len(part.tokens)):
             # All ranks have to, also one that failed in an earlier step and will store nothing.
             computed = self._paged.compute([run], [RunRange(0, first, run.end)] if captures else [])
-        if part.start == 0:
-            self._half_filled = _HalfFilled(part.digest)
+        if part.start == placed:
+            self._half_filled = _HalfFilled(part.digest, list(self._cache.sink[:placed]))
         half = self._half_filled
         if half is None or half.digest != part.digest or len(half.tokens) != part.start:
             return True

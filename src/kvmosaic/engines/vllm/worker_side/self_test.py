@@ -20,13 +20,21 @@ RUN_TOKENS = 7
 
 
 def self_test(
-    model: Any, sink: Sequence[int], context: str, forward: SparseForward, blocks: RequestBlocks, ranks: Ranks
+    model: Any,
+    sink: Sequence[int],
+    context: str,
+    forward: SparseForward,
+    blocks: RequestBlocks,
+    ranks: Ranks,
+    *,
+    is_sink_placed: bool,
 ) -> str | None:
     """Why chunks must not be reused, in one line, the same on all ranks; ``None`` when all is well. ``model`` is
-    vLLM's ``ModelConfig``, ``context`` the setting ``chunk_context``."""
-    after = trial_sink(context, sink)
+    vLLM's ``ModelConfig``, ``context`` the setting ``chunk_context``; ``is_sink_placed``: whether fills come after KV
+    that is placed, as with a learned sink."""
+    after = trial_sink(context, sink, model.get_vocab_size(), is_placed=is_sink_placed)
     trials = (
-        VllmTrial(prompt, chunk_context(context, prompt, after), forward, blocks, ranks)
+        VllmTrial(prompt, chunk_context(context, prompt, after), forward, blocks, ranks, is_sink_placed)
         for prompt in trial_prompts(len(after), model.get_vocab_size(), model.max_model_len)
     )
     return failure(trials, model.dtype, ranks.count)
@@ -43,8 +51,10 @@ class VllmTrial:
         forward: SparseForward,
         blocks: RequestBlocks,
         ranks: Ranks,
+        is_sink_placed: bool = False,
     ) -> None:
         self._prompt = prompt
+        self._is_sink_placed = is_sink_placed
         self._context = context
         self._forward = forward
         self._kv = blocks
@@ -84,8 +94,11 @@ class VllmTrial:
     @cached_property
     def _entries(self) -> list[ChunkKV]:
         chunks = [self._prompt.tokens_of(span) for span in self._prompt.chunks]
-        filled = self._kv.fill(self._context, chunks, self._blocks)
-        tails = self._kv.tails
+        tails, sink = self._kv.tails, None
+        if self._is_sink_placed:
+            [own] = self._kv.fill((), [self._context], self._blocks)
+            sink = trial_entry(self._context, (), own, tails)
+        filled = self._kv.fill(self._context, chunks, self._blocks, sink)
         return [trial_entry(tokens, self._context, kv, tails) for tokens, kv in zip(chunks, filled, strict=True)]
 
     def _move(self) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.identity import config_identity, model_name
+from kvmosaic.engines.identity import config_identity, learned_sink, model_name
 from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.compat.weights import loaded_model
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
@@ -37,6 +38,8 @@ from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
 from kvmosaic.engines.vllm.worker_side.names import EntryNames
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
+from kvmosaic.engines.vllm.worker_side.sink import sink_entry
+from kvmosaic.engines.vllm.worker_side.tiers import tiers_in_words
 from kvmosaic.engines.vllm.worker_side.weights import EngineWeights
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -94,11 +97,13 @@ class WorkerSide:
             },
             is_first=self.ranks.rank == 0,
         )
-        self.cache = self._open_cache(device_pool, kv_format)
+        learned = learned_sink(setup.config)
+        self.cache = self._open_cache(device_pool, kv_format, learned)
+        sink = None if learned is None else sink_entry(learned, self._model, self.forward, self.ranks, kv_format)
         self.documents = StoredDocuments(self.cache)
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
         self.fetcher = ChunkFetcher(self.cache.store)
-        self._filler = ChunkFiller(self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats)
+        self._filler = ChunkFiller(self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, sink)
         self.loader = ChunkLoader(
             self.cache,
             self.paged,
@@ -129,7 +134,13 @@ class WorkerSide:
         """Why nothing may be reused: the scheduler is told so, and hands out no work."""
         if setup.config.self_test:
             self.off_reason = self_test(
-                self._model, setup.sink, setup.config.chunk_context, self.forward, self.paged, self.ranks
+                self._model,
+                setup.sink,
+                setup.config.chunk_context,
+                self.forward,
+                self.paged,
+                self.ranks,
+                is_sink_placed=sink is not None,
             )
         if self.ranks.rank == 0:
             self._say_what_is_on(device_pool)
@@ -258,12 +269,15 @@ class WorkerSide:
         self.fetcher.close()
         self.cache.close()
 
-    def _open_cache(self, device_pool: torch.Tensor | None, kv_format: KVFormat) -> ChunkCache:
+    def _open_cache(
+        self, device_pool: torch.Tensor | None, kv_format: KVFormat, learned: LearnedSink | None
+    ) -> ChunkCache:
         model, ranks = self._model, self.ranks
         return ChunkCache(
             self.names.config,
             model_name(model.model),
             sink=self._setup.sink,
+            learned=learned,
             fingerprint=lambda length: (
                 self.names.fingerprint
             ),  # vLLM's rotary tables do not depend on a prompt's length
@@ -278,15 +292,7 @@ class WorkerSide:
             logger.error(OFF, self.off_reason)
             return
         config = self.names.config
-        budgets = {
-            "device": 0 if device_pool is None else device_pool.nbytes,
-            "host": config.host_memory,
-            "disk": config.disk_budget,
-        }
-        held = self.cache.store.held()  # a disk that cannot be used has no tier
-        tiers = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in budgets.items() if name in held)
-        tiers += f", remote {config.remote}" if config.remote else ""
-        tiers += " head by head" if config.remote and config.per_head_storage else ""
+        tiers = tiers_in_words(config, self.cache.store, 0 if device_pool is None else device_pool.nbytes)
         writer = "kvmosaic's kernel" if isinstance(self.paged, KernelBlocks) else "the backend's writer"
         logger.info("chunk cache on for %s: %s; chunks placed by %s", self._model.served_model_name, tiers, writer)
         if config.prefix_blocks and not self.paged.can_read:

@@ -1,0 +1,32 @@
+"""A learned sink on one rank: an entry that fills place before their chunks."""
+
+from typing import Any
+
+from kvmosaic.core.entry import ChunkKV, KVFormat
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.key import ChunkKey, content_hash
+from kvmosaic.core.learned_sink import LearnedSink, witness_tokens
+from kvmosaic.engines.vllm.forward.ranks import Ranks
+from kvmosaic.engines.vllm.forward.runs import Run
+from kvmosaic.engines.vllm.forward.sparse import SparseForward
+
+
+def sink_entry(
+    learned: LearnedSink, model: Any, forward: SparseForward, ranks: Ranks, kv_format: KVFormat
+) -> ChunkKV:
+    """What this rank holds of a learned sink, as an entry at the first positions. Raises :class:`ConfigError` on all
+    ranks if it was learned for another model; ``model`` is vLLM's ``ModelConfig``."""
+    tokens = witness_tokens(model.get_vocab_size())
+    _, v = forward.capture([Run(tokens, 0, forward.kv.free_blocks)])
+    problem = None
+    try:
+        learned.check(kv_format, v[-1].transpose(0, 1), ranks.share)
+    except ConfigError as error:
+        problem = str(error)
+    found = next(filter(None, ranks.gather(problem)), None)
+    if found is not None:
+        raise ConfigError(found)
+    heads = slice(ranks.share.heads.first, ranks.share.heads.last + 1)
+    k, v = learned.kv(kv_format.dtype, forward.kv.device, heads)
+    key = ChunkKey(content_hash(learned.tokens, ()), len(learned.tokens), "sink", learned.digest, "sink")
+    return ChunkKV.from_kv(key, learned.tokens, (), k, v, kv_format.tails)

@@ -1,0 +1,1 @@
+"""Learns what chunks are computed after, so that reused chunks answer like a full prefill."""

@@ -1,0 +1,28 @@
+"""What is learned from, and what comes out."""
+
+from dataclasses import dataclass
+
+from kvmosaic.core.prompt import Span
+
+
+@dataclass(frozen=True)
+class TrainingPrompt:
+    """A prompt with chunks, questions about them and answers."""
+
+    tokens: tuple[int, ...]
+    chunks: tuple[Span, ...]
+    compared: Span
+    """Tokens after which student and teacher are compared: what each says comes next."""
+    kind: str
+    """Which task it is of, for reports."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A prompt as text. What follows the documents is ``question`` and, given to the model, ``answer``."""
+
+    system: str
+    documents: tuple[str, ...]
+    question: str
+    answer: str
+    kind: str

@@ -1,0 +1,180 @@
+"""The training loop: Adam on the sink's numbers, held-out prompts, and a state that a later run goes on from."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.engines.chunk_cache import KV
+from kvmosaic.engines.hf.model import HFModel
+from kvmosaic.tune.base import TrainingPrompt
+from kvmosaic.tune.lessons import Lessons
+from kvmosaic.tune.student import Distillation
+
+WARM_UP_STEPS, WARM_UP_SHARE = 20, 0.05
+"""Steps, or share of a run that has few, in which the learning rate grows to its full size."""
+RECOMPUTED_RATIOS = (0.0, 0.0, 0.05, 0.15)
+"""Shares of chunk tokens that are recomputed in training, each as often as it is here: one sink serves all."""
+
+
+class DivergedError(KvmosaicError):
+    """Training made things worse."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a sink is learned."""
+
+    steps: int = 600
+    """Steps at most."""
+    minutes: float = 15.0
+    """Minutes at most; the learning rate falls to 0 by the end of either."""
+    batch: int = 8
+    """Prompts of a step."""
+    together: int = 4
+    """Prompts that are computed at the same time."""
+    learning_rate: float = 0.02
+    """Of numbers in units of their own spread, which differs between layers by far."""
+    max_prompt: int = 1536
+    """Tokens of a prompt, at most."""
+    judged: int = 24
+    """Held-out prompts that the sink is judged by."""
+    seed: int = 0
+
+    @classmethod
+    def for_cpu(cls, **settings: float) -> "Recipe":
+        """Fewer and shorter prompts, so that there are steps enough in a quarter of an hour."""
+        return cls(**{"batch": 2, "together": 1, "max_prompt": 512, "judged": 8, **settings})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is."""
+
+    step: int
+    share: float
+    """Of all that is to be done, 0 to 1."""
+    train_kl: float
+    """Running mean in nats."""
+
+
+class SinkTrainer:
+    """Learns the numbers of a sink. The model stays as it is."""
+
+    DIVERGED = 3.0
+    """Held-out KL, relative to the text's, at which a run is given up."""
+
+    def __init__(self, engine: HFModel, sink: KV, recipe: Recipe) -> None:
+        """``sink``: what to begin with, K ``[heads, layers, tokens, k_dim]`` and V."""
+        self._engine = engine
+        self._distillation = Distillation(engine)
+        self.recipe = recipe
+        self._start = tuple(part.detach().float().clone() for part in sink)
+        # Of all tokens but the first: that one may be an outlier, thousands of times as large.
+        self._units = tuple(part[:, :, 1:].std(dim=(2, 3), keepdim=True).clamp(min=1e-6) for part in self._start)
+        self._offsets = [torch.zeros_like(part, requires_grad=True) for part in self._start]
+        self._optimizer = torch.optim.Adam(self._offsets, lr=recipe.learning_rate, betas=(0.9, 0.98))
+        self.step = 0
+        """Steps that are done."""
+        self._seconds = 0.0
+        self._train_kl = math.nan
+
+    @property
+    def sink(self) -> KV:
+        """The numbers as they are now, fp32."""
+        k, v = (
+            start + unit * offset for start, unit, offset in zip(self._start, self._units, self._offsets, strict=True)
+        )
+        return k, v
+
+    def run(self, lessons: Lessons) -> Iterator[Progress]:
+        """Train, and tell after every step how far it is: for whoever wants to look, or to save."""
+        for parameter in self._engine.model.parameters():
+            parameter.requires_grad_(False)
+        begun = time.monotonic() - self._seconds
+        with ThreadPoolExecutor(1) as reader:
+            coming = reader.submit(self._prompts, lessons, self.step)
+            while (share := self._share()) < 1:
+                prompts = coming.result()
+                coming = reader.submit(self._prompts, lessons, self.step + 1)
+                self._learn(prompts, share)
+                self.step += 1
+                self._seconds = time.monotonic() - begun
+                yield Progress(self.step, self._share(), self._train_kl)
+
+    def evaluate(self, prompts: Sequence[TrainingPrompt], ratio: float = 0.0) -> float:
+        """Mean KL in nats over prompts, with the sink as it is now."""
+        total = 0.0
+        with self._engine.session(gradients=True), torch.no_grad():
+            for group in self._groups(prompts):
+                positions = [chunk_starts(prompt, ratio) for prompt in group]
+                total += sum(float(kl.mean()) for kl in self._distillation.divergence(group, self.sink, positions))
+        return total / len(prompts)
+
+    def save(self, path: Path) -> None:
+        """Keep the state of the run."""
+        state = {
+            "offsets": [offset.detach().cpu() for offset in self._offsets],
+            "optimizer": self._optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self._seconds,
+            "train_kl": self._train_kl,
+        }
+        scratch = path.with_name(f"{path.name}.new")
+        torch.save(state, scratch)
+        scratch.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Go on from a state that :meth:`save` kept."""
+        state = torch.load(path, weights_only=True, map_location=self._engine.model.device)
+        with torch.no_grad():
+            for offset, kept in zip(self._offsets, state["offsets"], strict=True):
+                offset.copy_(kept)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step, self._seconds, self._train_kl = state["step"], state["seconds"], state["train_kl"]
+
+    def _share(self) -> float:
+        return max(self.step / self.recipe.steps, self._seconds / 60 / self.recipe.minutes)
+
+    def _prompts(self, lessons: Lessons, step: int) -> list[TrainingPrompt]:
+        return [lessons[step * self.recipe.batch + index] for index in range(self.recipe.batch)]
+
+    def _learn(self, prompts: Sequence[TrainingPrompt], share: float) -> None:
+        for settings in self._optimizer.param_groups:
+            warm_up = min(1.0, max((self.step + 1) / WARM_UP_STEPS, share / WARM_UP_SHARE))
+            settings["lr"] = self.recipe.learning_rate * warm_up * (0.5 + 0.5 * math.cos(math.pi * min(1.0, share)))
+        self._optimizer.zero_grad()
+        ratio = RECOMPUTED_RATIOS[self.step % len(RECOMPUTED_RATIOS)]
+        total = 0.0
+        with self._engine.session(gradients=True):
+            for group in self._groups(prompts):
+                positions = [chunk_starts(prompt, ratio) for prompt in group]
+                divergence = self._distillation.divergence(group, self.sink, positions)
+                loss = torch.stack([kl.mean() for kl in divergence]).sum() / len(prompts)
+                loss.backward()
+                total += float(loss.detach())
+        if not math.isfinite(total):
+            raise DivergedError(
+                f"training diverged at step {self.step}; nothing was written; look at the data, or try another --seed"
+            )
+        torch.nn.utils.clip_grad_norm_(self._offsets, 1.0)
+        self._optimizer.step()
+        if ratio == 0:
+            self._train_kl = total if math.isnan(self._train_kl) else 0.95 * self._train_kl + 0.05 * total
+
+    def _groups(self, prompts: Sequence[TrainingPrompt]) -> list[list[TrainingPrompt]]:
+        """Prompts of similar length together, so that little is padded."""
+        ordered = sorted(prompts, key=lambda prompt: len(prompt.tokens))
+        size = self.recipe.together
+        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def chunk_starts(prompt: TrainingPrompt, ratio: float) -> list[int]:
+    """The first tokens of every chunk, equally many, up to ``ratio`` of all chunk tokens."""
+    budget = int(ratio * sum(map(len, prompt.chunks)) / len(prompt.chunks))
+    return [position for span in prompt.chunks for position in span.positions[:budget]]

@@ -1,0 +1,121 @@
+"""A learned sink in vLLM: placed before chunks, never computed, and the same entries as in the embedded engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.learned_sink import LearnedSink, SinkAbout
+from kvmosaic.engines.hf.model import HFModel
+from kvmosaic.models.sink_file import save_sink
+from tests.engines.vllm.helpers import ask, close, draw, join, plain_answer, report, start, store, worker_side
+from tests.engines.vllm.processes import EngineApart
+from tests.engines.vllm.tiny import write_tiny_llama
+from tests.entries import kv_of
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 40
+"""Of the sink: a full block and some more, which share a block with each chunk."""
+SETTINGS: dict[str, Any] = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model_len": 1024}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama) -> HFModel:
+    return HFModel(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def sink(model, tmp_path_factory) -> Path:
+    """Numbers like those of tokens, but of none."""
+    [(k, v)] = model.fill((), [draw(TOKENS)], 500)
+    k, v = (part.clone() + 0.2 * part.std() * torch.randn_like(part) for part in (k, v))
+    about = SinkAbout(model="tiny", kl_before=1, kl_after=1, kvmosaic="x")
+    path = tmp_path_factory.mktemp("sink") / "sink.safetensors"
+    learned = LearnedSink(k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous(), model.witness(), about)
+    save_sink(learned, path)
+    return path
+
+
+def settings(sink: Path, **more: Any) -> dict[str, Any]:
+    return {**SETTINGS, "sink_prefix": f"learned:{sink}", **more}
+
+
+def entries() -> dict[tuple[int, ...], Any]:
+    """Chunks that are stored, by their tokens."""
+    found = [store()._stack.tiers[0].get(info.key) for info in store().scan()]
+    return {entry.tokens: entry for entry in found if entry.kind == "document"}
+
+
+def prompt_of(documents: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
+    ids, boundaries = join([draw(9), *documents, draw(6)])
+    return ids, {"boundaries": boundaries, "report": True}
+
+
+def same_entry(entry: Any, tokens: tuple[int, ...], model: HFModel, sink: LearnedSink) -> None:
+    [theirs] = model.fill((), [tokens], 500, sink=sink.kv(torch.float32, torch.device("cpu")))
+    for ours, wanted in zip(kv_of(entry), theirs, strict=True):
+        torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_entries_are_those_of_the_embedded_engine(tiny_llama, model, sink):
+    from kvmosaic.models.sink_file import load_sink
+
+    llm = start(tiny_llama, **settings(sink))
+    assert worker_side().off_reason is None
+    documents = [draw(length) for length in (20, 37, 64, 90)]
+    ids, params = prompt_of(documents)
+    [first] = ask(llm, ids, **params)
+    [again] = ask(llm, ids, salt="other", **params)
+    assert {chunk["status"] for chunk in report(first)["chunks"]} == {"filled"}
+    found = entries()
+    assert found.keys() >= {tuple(document) for document in documents}
+    for document in documents:
+        same_entry(found[tuple(document)], tuple(document), model, load_sink(sink))
+    # All recomputed is a full prefill; nothing recomputed is not.
+    [exact] = ask(llm, ids, recompute_ratio=1.0, **params)
+    close(exact, plain_answer(llm, ids))
+    assert again.outputs[0].token_ids
+
+
+def test_in_the_background_and_in_slices(tiny_llama, model, sink):
+    """One of the documents takes several steps."""
+    from kvmosaic.models.sink_file import load_sink
+
+    more = {"miss_policy": "background", "max_num_batched_tokens": 128, "max_num_seqs": 8}
+    llm = start(tiny_llama, **settings(sink, **more))
+    documents = [draw(30), draw(400)]
+    ids, params = prompt_of(documents)
+    ask(llm, ids, max_tokens=2, **params)
+    for _ in range(40):
+        ask(llm, draw(5), max_tokens=12)
+        if len(entries()) == 2:
+            break
+    found = entries()
+    assert found.keys() == {tuple(document) for document in documents}
+    for document in documents:
+        same_entry(found[tuple(document)], tuple(document), model, load_sink(sink))
+
+
+def answers(llm: Any, ids: list[int], params: dict[str, Any]) -> list[list[int]]:
+    """First filled, then reused, then with some tokens recomputed."""
+    given = [params, params, {**params, "recompute_ratio": 0.2, "policy": "sink-link"}]
+    return [list(ask(llm, ids, salt=f"{index}", **each)[0].outputs[0].token_ids) for index, each in enumerate(given)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_ranks_answer_as_one(tiny_llama, sink):
+    ids, params = prompt_of([draw(length) for length in (20, 37, 64)])
+    with EngineApart(tiny_llama, ranks=2, **settings(sink)) as two:
+        theirs = two.call(answers, ids, params)
+    assert answers(start(tiny_llama, **settings(sink)), ids, params) == theirs
+
+
+def test_a_sink_of_another_model_is_refused(tmp_path, sink):
+    other = write_tiny_llama(tmp_path / "other", hidden_size=128)
+    with pytest.raises(Exception, match="learned for tiny") as caught:
+        start(other, **settings(sink))
+    assert isinstance(caught.value, ConfigError) or "ConfigError" in repr(caught.value)
