@@ -26,7 +26,7 @@ def tune(
         typer.Option(help="File or folder of documents (text, JSONL) or of examples, as for eval; may be repeated."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes to train, at most.")] = 15.0,
-    steps: Annotated[int, typer.Option(help="Steps to train, at most.")] = 600,
+    steps: Annotated[int, typer.Option(help="Steps to train, at most.")] = 2500,
     tokens: Annotated[int, typer.Option(help="Tokens of the sink.")] = TOKENS,
     seed: Annotated[int, typer.Option(help="Chooses the lessons.")] = 0,
     output: Annotated[Path | None, typer.Option(help="File to write; default: beside the model's profile.")] = None,

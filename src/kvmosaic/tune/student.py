@@ -21,7 +21,7 @@ from kvmosaic.engines.hf.model import HFModel
 from kvmosaic.engines.hf.request_kv import CapturedKV, PositionedCache
 from kvmosaic.tune.base import TrainingPrompt
 
-PADDED = 1.5
+PADDED = 2.0
 """Most that the longest chunk of a forward may be of the shortest one's length."""
 
 
