@@ -1,6 +1,8 @@
 """Lessons: the same number is the same prompt, chunks are documents, and what is held out is never learned."""
 
+import json
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -8,11 +10,12 @@ from hypothesis import strategies as st
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.eval.data import load
 from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.tune.corpus import MAKERS
 from kvmosaic.tune.lessons import Lessons, from_documents, from_examples
-from kvmosaic.tune.material import Material
-from kvmosaic.tune.passages import MIN_WORDS, split_into_passages
+from kvmosaic.tune.material import Material, is_held_out
+from kvmosaic.tune.passages import MIN_WORDS, count_words, lesson_about, split_into_passages
 
 WORDS = ("the", "a", "ship", "mill", "river", "old", "seven", "of", "winter", "bridge", "who", "sold", "bread")
 
@@ -30,7 +33,7 @@ def parser(tokenizer):
 
 @pytest.mark.parametrize("maker", dict.fromkeys(MAKERS), ids=lambda maker: maker.__name__)
 def test_made_up_lessons_are_prompts(parser, tokenizer, maker):
-    lessons = Lessons(parser, tokenizer, [maker], 900, random.randrange(2**31))
+    lessons = Lessons(parser, tokenizer, [lambda rng, max_words: maker(rng)], 900, random.randrange(2**31))
     for number in range(5):
         prompt = lessons[number]
         assert prompt == lessons[number]
@@ -57,29 +60,71 @@ def test_lessons_from_the_users_data(parser, tokenizer):
 def test_any_text_can_be_split(text, seed):
     at = 0
     for passage in split_into_passages(text, random.Random(seed)):
-        assert len(passage.split()) >= MIN_WORDS
+        assert count_words(passage) >= MIN_WORDS
         at = text.index(passage, at) + len(passage)  # in order, none overlapping
 
 
 def test_held_out_documents_are_not_learned_from():
     rng = random.Random(random.randrange(2**31))
     documents = [f"Document {number}. {random_text(rng, 12)}" for number in range(60)]
-    material = Material.of(documents, synthetic(80, 1), 0)
+    material = Material.of(documents, [], [], 0)
     sides = []
-    for makers in (material.learned, material.held_out):
-        lessons = [maker(random.Random(seed)) for maker in makers[1:] for seed in range(60)]
-        sides.append({document for each in lessons if each.kind == "documents" for document in each.documents})
-    assert sides[0]
-    assert sides[1]
+    for makers in (material.learned[1:], material.held_out):
+        lessons = [maker(random.Random(seed), 500) for maker in makers for seed in range(60)]
+        assert {each.kind for each in lessons} == {"documents"}
+        sides.append({document for each in lessons for document in each.documents})
+    assert all(sides)
     assert sides[0].isdisjoint(sides[1])
+
+
+def test_held_out_examples_share_no_document_with_others(tmp_path):
+    """Several questions are about each paragraph, and paragraphs are distractors of others."""
+    rng = random.Random(random.randrange(2**31))
+    paragraphs = [
+        {"context": random_text(rng, 6), "qas": [{"question": f"{n}?", "answers": [{"text": "x"}]} for n in range(3)]}
+        for _ in range(80)
+    ]
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    sides = [load(str(path), 999, 0, keep=keep) for keep in (is_held_out, lambda text: not is_held_out(text))]
+    texts = [{chunk for example in side for chunk in example.chunks} for side in sides]
+    assert all(texts)
+    assert texts[0].isdisjoint(texts[1])
+    assert texts[0] | texts[1] == {paragraph["context"] for paragraph in paragraphs}
+
+
+def test_questions_are_about_documents_that_are_there(parser, tokenizer):
+    """However many a lesson could have, those that do not fit are left out before anything is asked."""
+    rng = random.Random(random.randrange(2**31))
+    passages = split_into_passages(random_text(rng, 300), rng)
+    make = from_documents(passages)
+    for number in range(30):
+        made = make(random.Random(number), 200)
+        assert sum(map(count_words, made.documents)) <= 200 or len(made.documents) == 1
+        for quoted in re.findall(r'What follows "(.*?)"', made.question):
+            assert any(quoted in document for document in made.documents)
+
+
+def test_texts_without_blanks_are_passages():
+    text = "这是一段没有空格的文字，里面有很多句子。" * 400
+    passages = split_into_passages(text, random.Random(0))
+    assert len(passages) > 3
+    assert max(map(len, passages)) < len(text) / 2
+    made = lesson_about(passages, random.Random(1), "documents")
+    assert len(made.answer) < 200
+
+
+def test_a_lesson_that_never_fits_is_an_error(parser, tokenizer):
+    with pytest.raises(ConfigError, match="no lesson"):
+        Lessons(parser, tokenizer, [from_documents(["word " * 3000])], 300, 0)[0]
 
 
 @pytest.mark.parametrize("documents", [["short"], ["A few words. " * 30], ["x " * 100] * 3])
 def test_too_few_documents_are_refused(documents):
     with pytest.raises(ConfigError, match="too few documents"):
-        Material.of(documents, [], 0)
+        Material.of(documents, [], [], 0)
 
 
 def test_too_few_examples_are_refused():
     with pytest.raises(ConfigError, match="too few examples"):
-        Material.of([], synthetic(2, 0), 0)
+        Material.of([], synthetic(40, 0), synthetic(1, 1), 0)

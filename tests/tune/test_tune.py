@@ -17,7 +17,7 @@ from kvmosaic.hf import LLM
 from kvmosaic.models.sink_file import load_sink
 from kvmosaic.tune.lessons import Lessons
 from kvmosaic.tune.material import Material
-from kvmosaic.tune.train import DivergedError, Recipe, SinkTrainer
+from kvmosaic.tune.train import DivergedError, Recipe, SinkTrainer, mean_kl
 from kvmosaic.tune.tune import tune
 from tests.cli.command import run_here
 from tests.engines.hf.tiny import make
@@ -41,14 +41,14 @@ def llm(model, tokenizer):
 
 
 def material():
-    return Material.of([], [], 0)
+    return Material.of([], [], [], 0)
 
 
 def test_it_gets_better_and_engines_take_it(llm, model, tokenizer, tmp_path):
     looks = []
     tuned = tune(llm, material(), ["x"], replace(RECIPE, steps=16), TOKENS, tmp_path / "sink", looks.append)
     assert tuned.kl_after < tuned.kl_before
-    assert [look.progress.step for look in looks] == list(range(1, 17))
+    assert [look.step for look in looks] == list(range(1, 17))
     assert looks[0].held_out_kl is None
     assert looks[-1].held_out_kl is not None
     sink = load_sink(tmp_path / "sink")
@@ -69,12 +69,30 @@ def test_it_gets_better_and_engines_take_it(llm, model, tokenizer, tmp_path):
         assert outputs[0].token_ids == outputs[1].token_ids
 
 
+def test_it_is_the_training_that_helps(llm, tmp_path):
+    """The sink it began with, which is shorter than the text, is worse."""
+    lessons = Lessons(llm.parser, llm.tokenizer, material().held_out, 400, 77)
+    judged = [lessons[number] for number in range(4)]
+    tune(llm, material(), [], replace(RECIPE, steps=16), TOKENS, tmp_path / "sink")
+    start = tuning._kv(llm, list(llm.chunk_cache.sink)[:TOKENS])
+    learned = load_sink(tmp_path / "sink").kv(torch.float32, llm.model.device)
+    assert mean_kl(llm.engine, learned, judged, 2) < mean_kl(llm.engine, start, judged, 2)
+
+
+def test_other_data_do_not_go_on_with_a_run(llm, tmp_path):
+    files = {
+        tuning._state_file(llm, tmp_path / "sink", Material.of([], synthetic(9, a), synthetic(9, b), 0), RECIPE, 16)
+        for a, b in ((1, 2), (1, 3), (2, 2))
+    }
+    assert len(files) == 3
+
+
 def trained(llm, steps, state=None):
     """A trainer after so many steps, from a state if there is one."""
     trainer = SinkTrainer(llm.engine, tuning._kv(llm, list(range(40, 40 + TOKENS))), RECIPE)
     if state is not None and state.exists():
         trainer.restore(state)
-    lessons = Lessons(llm.parser, llm.tokenizer, material().learned, 300, 0)
+    lessons = Lessons(llm.parser, llm.tokenizer, material().learned, 400, 0)
     for progress in trainer.run(lessons):
         if progress.step == steps:
             break
@@ -95,10 +113,12 @@ def test_an_interrupted_run_ends_like_one_that_was_not(llm, tmp_path):
 def test_the_model_stays_as_it_is(llm):
     before = {name: tensor.clone() for name, tensor in llm.model.state_dict().items()}
     trained(llm, 2)
+    assert all(parameter.requires_grad for parameter in llm.model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in llm.model.state_dict().items())
 
 
-def test_a_run_that_gets_worse_writes_nothing(llm, tmp_path):
+def test_a_run_that_gets_worse_writes_nothing(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "SAVE_SECONDS", 0.0)
     with pytest.raises(DivergedError, match="nothing was written"):
         tune(llm, material(), [], replace(RECIPE, learning_rate=300.0), TOKENS, tmp_path / "sink")
     assert not list(tmp_path.iterdir())
@@ -111,7 +131,7 @@ def test_a_sink_that_is_too_long_is_refused(llm, tmp_path):
 
 def test_ctrl_c_keeps_what_was_done(llm, tmp_path):
     def stop(look):
-        if look.progress.step == 3:
+        if look.step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -120,7 +140,7 @@ def test_ctrl_c_keeps_what_was_done(llm, tmp_path):
     assert state.suffix == ".state"
     steps = []
     with suppress(DivergedError):  # so few steps may give nothing
-        tune(llm, material(), [], RECIPE, TOKENS, tmp_path / "sink", lambda look: steps.append(look.progress.step))
+        tune(llm, material(), [], RECIPE, TOKENS, tmp_path / "sink", lambda look: steps.append(look.step))
     assert steps == [4, 5, 6]
     assert not state.exists()
 
@@ -153,7 +173,7 @@ def test_the_command(model, tokenizer, tmp_path, monkeypatch):
     [
         (["--data", "nowhere"], "no such file"),
         (["--minutes", "0"], "must be more than 0"),
-        (["--tokens", "-1"], "must be more than 0"),
+        (["--tokens", "1"], "must be at least 2"),
     ],
 )
 def test_mistakes_are_one_line(options, said):

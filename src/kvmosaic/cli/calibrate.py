@@ -25,7 +25,7 @@ def calibrate(
     policies: Annotated[str, typer.Option(help="To choose from.")] = "composite,sink-link",
     ratios: Annotated[str, typer.Option(help="To choose from; 0 always is.")] = "0.02,0.05,0.1,0.15,0.3",
     sink_prefixes: Annotated[
-        str, typer.Option(help="To choose from: bos, none, document, a text without commas.")
+        str, typer.Option(help="To choose from: bos, none, document, learned:FILE, a text without commas.")
     ] = "bos,none,document",
     limit: Annotated[int, typer.Option(help="Examples, at most.")] = 25,
     seed: Annotated[int, typer.Option(help="Chooses examples and distractors.")] = 0,

@@ -34,7 +34,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens of an answer, at most; default: what the right one needs, 16 to 64.")
     ] = None,
     sink_prefix: Annotated[
-        str | None, typer.Option(help="bos, none, document or a text: what chunks are filled after.")
+        str | None, typer.Option(help="bos, none, document, learned:FILE or a text: what chunks are filled after.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for results; default: one in the user's cache.")] = None,

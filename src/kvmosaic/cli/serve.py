@@ -32,7 +32,7 @@ def serve(
     recompute_ratio: Annotated[float | None, typer.Option(help="Share of reused tokens to recompute.")] = None,
     policy: Annotated[str | None, typer.Option(help="Which tokens those are, like 'sink-link(k=8)'.")] = None,
     sink_prefix: Annotated[
-        str | None, typer.Option(help="What chunks are computed after: bos, none, document, a text.")
+        str | None, typer.Option(help="What chunks are computed after: bos, none, document, learned:FILE, a text.")
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Byte budget of the host tier, like 8GiB.")] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Directory of the disk tier.")] = None,

@@ -15,8 +15,12 @@ from kvmosaic.core.profile import Profile, profile_name, profile_path, read_prof
 if TYPE_CHECKING:  # importing it for real takes seconds
     from kvmosaic.eval.base import Example
 
+MEASURED = ("measured", "targets", "data", "seed", "kvmosaic")
+"""Parts of a profile that say how its settings were found."""
 TOKENS = 64
-"""Of a sink: twice as many were no better (docs/quality.md). Full blocks of every engine, so none is placed twice."""
+"""Default length of a sink. Twice as many tokens were no better (docs/quality.md)."""
+MAX_EXAMPLES = 4000
+"""Maximum examples of a file that are learned from."""
 
 
 def tune(
@@ -36,29 +40,31 @@ def tune(
     the model's profile. Interrupted and started again, it goes on where it stopped."""
     from kvmosaic.hf import LLM  # here, because importing them takes seconds
     from kvmosaic.tune.material import Material
-    from kvmosaic.tune.train import Recipe
-    from kvmosaic.tune.tune import Look, tune
+    from kvmosaic.tune.train import Progress, Recipe
+    from kvmosaic.tune.tune import tune
 
     # Everything that can be wrong is looked at before the model is loaded.
-    for name, value in (("--minutes", minutes), ("--steps", steps), ("--tokens", tokens)):
+    for name, value in (("--minutes", minutes), ("--steps", steps)):
         if not value > 0:
             raise ConfigError(f"{name} {value}: must be more than 0")
-    path = output or profile_path(model).with_suffix(".sink.safetensors")
+    path = (output or profile_path(model).with_suffix(".sink.safetensors")).absolute()
     check_file("--output", output)
-    documents, examples = _read(data or [])
-    material = Material.of(documents, examples, seed)
+    if tokens < 2:
+        raise ConfigError(f"--tokens {tokens}: must be at least 2")
+    material = Material.of(*_read(data or []), seed)
     with console.status(f"loading {model}"):
-        own: dict[str, Any] = {"disk_path": None, "remote": None, "sink_prefix": "document", "policy": "composite"}
-        llm = LLM(model, enable_chunk_cache=True, recompute_ratio=0.0, **own)
+        own: dict[str, Any] = {"disk_path": None, "remote": None, "chunk_context": "alone", "chunk_separator": None}
+        plain: dict[str, Any] = {"sink_prefix": "document", "policy": "composite", "recompute_ratio": 0.0}
+        llm = LLM(model, enable_chunk_cache=True, **own, **plain)
     make = Recipe.for_cpu if llm.model.device.type == "cpu" else Recipe
     recipe = make(minutes=minutes, steps=steps, seed=seed)
     with llm, interruptible(), progress_bar(100) as bar:
         bar.start("held-out prompts with the text")
 
-        def show(look: Look) -> None:
-            held_out = "-" if look.held_out_kl is None else f"{look.held_out_kl:.4f}"
-            bar.start(f"step {look.progress.step}: KL {look.progress.train_kl:.4f}, held out {held_out}")
-            bar.reach(int(100 * look.progress.share))
+        def show(progress: Progress) -> None:
+            held_out = "-" if progress.held_out_kl is None else f"{progress.held_out_kl:.4f}"
+            bar.start(f"step {progress.step}: KL {progress.train_kl:.4f}, held out {held_out}")
+            bar.reach(int(100 * progress.share))
 
         tuned = tune(llm, material, [each.name for each in data or []], recipe, tokens, path, show)
     if output is None:
@@ -73,24 +79,23 @@ def tune(
         print_json({"model": model, **about})
 
 
-def _read(paths: list[Path]) -> tuple[list[str], list["Example"]]:
-    """Documents, and examples with questions, by what the files are."""
+def _read(paths: list[Path]) -> tuple[list[str], list["Example"], list["Example"]]:
+    """Documents, and examples with questions, by what the files are: those to learn from, and those held out."""
     from kvmosaic.eval.data import is_examples, load
+    from kvmosaic.tune.material import is_held_out
 
     documents: list[str] = []
-    examples: list[Example] = []
+    learned: list[Example] = []
+    judged: list[Example] = []
     for path in paths:
         if not path.exists():
             raise ConfigError(f"--data {path}: there is no such file")
         if path.is_file() and is_examples(path):
-            examples += load(str(path), MAX_EXAMPLES, seed=0)
+            learned += load(str(path), MAX_EXAMPLES, 0, keep=lambda text: not is_held_out(text))
+            judged += load(str(path), MAX_EXAMPLES, 0, keep=is_held_out)
         else:
             documents += [document.text for document in read_corpus([path], None)]
-    return documents, examples
-
-
-MAX_EXAMPLES = 4000
-"""Examples of a file that are learned from."""
+    return documents, learned, judged
 
 
 def _use(model: str, path: Path) -> None:
@@ -99,4 +104,4 @@ def _use(model: str, path: Path) -> None:
     setting = f"{PREFIX}{path}"
     if known is None:
         known = Profile(model=profile_name(model), policy="composite", recompute_ratio=0.0, sink_prefix=setting)
-    write_profile(known.model_copy(update={"sink_prefix": setting, "measured": None}), profile_path(model))
+    write_profile(known.model_copy(update={"sink_prefix": setting, **dict.fromkeys(MEASURED)}), profile_path(model))

@@ -48,7 +48,7 @@ def warm(
         str | None, typer.Option(help="What splits prompts into chunks; default: nothing, requests name documents.")
     ] = None,
     sink_prefix: Annotated[
-        str | None, typer.Option(help="What chunks are computed after: bos, none, document, a text.")
+        str | None, typer.Option(help="What chunks are computed after: bos, none, document, learned:FILE, a text.")
     ] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Directory of the disk tier.")] = None,
     remote: Annotated[

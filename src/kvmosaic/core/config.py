@@ -56,8 +56,8 @@ class ChunkCacheConfig(BaseSettings):
     chunk_context: Literal["alone", "system"] = "alone"
     """What a chunk is computed after: the sink prefix alone, or the request's system prompt."""
     sink_prefix: str = "document"
-    """What a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text), or a literal text.
-    Its own KV is dropped."""
+    """What a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text), ``learned:FILE``
+    (a sink that ``kvmosaic tune`` made), or a literal text. Its own KV is dropped."""
     recompute_ratio: float = Field(0.0, ge=0.0, le=1.0)
     """Share of a request's chunk tokens that a blend recomputes, what choosing them costs included."""
     policy: str = "composite"
@@ -120,8 +120,8 @@ class ChunkCacheConfig(BaseSettings):
         return _names(self.chunk_sources, CHUNK_SOURCES)
 
     def blame(self, error: ConfigError) -> ConfigError:
-        """``error``, about this configuration's policy, with the profile's path if that is where the policy is from:
-        a name that the user never typed cannot be corrected without it."""
+        """``error``, about this configuration's policy or sink prefix, with the profile's path if there is one that
+        sets them: what the user never typed cannot be corrected without it."""
         return error if self._profile is None else broken(self._profile, str(error))
 
     @field_validator("chunk_separator")
@@ -186,7 +186,7 @@ def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
         return config
     logger.info("from the profile %s: %s", profile_path(model), added)
     merged = _make(settings | added)
-    if "policy" in added:
+    if {"policy", "sink_prefix"} & added.keys():
         merged._profile = profile_path(model)
     return merged
 

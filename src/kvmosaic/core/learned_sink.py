@@ -18,8 +18,9 @@ WITNESS_TOKENS = 16
 WITNESS_TOLERANCE = 0.1
 """Relative difference of those values up to which a model counts as the one a sink was learned for. Rounding to half
 precision makes 0.02; another model has 1."""
-PLACEHOLDER = 0
-"""Token id that stands for each token of a learned sink where keys and entries name what precedes a chunk."""
+PLACEHOLDER = -1
+"""Number that stands for each token of a learned sink where keys and entries name what precedes a chunk. No token
+has it, so nothing that a client sends can be taken for a learned sink."""
 
 
 class SinkAbout(BaseModel):
@@ -51,11 +52,10 @@ class LearnedSink:
     about: SinkAbout = field(repr=False)
 
     def __post_init__(self) -> None:
-        layers, heads, tokens, _ = self.k.shape
-        if self.v.shape[:3] != self.k.shape[:3] or min(layers, heads, tokens) < 1:
-            raise ConfigError(f"a sink of K {tuple(self.k.shape)} and V {tuple(self.v.shape)} is none")
+        if self.k.dim() != 4 or self.v.shape[:3] != self.k.shape[:3] or min(self.k.shape) < 1:
+            raise ValueError(f"K is {tuple(self.k.shape)} and V {tuple(self.v.shape)}")
         if not all(bool(part.isfinite().all()) for part in (self.k, self.v, self.witness)):
-            raise ConfigError("the sink has numbers that are not finite")
+            raise ValueError("some of its numbers are not finite")
 
     @property
     def tokens(self) -> tuple[int, ...]:

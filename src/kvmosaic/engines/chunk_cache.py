@@ -67,7 +67,8 @@ class ChunkCache:
         store_key = StoreKey.from_environment()
         self._sealed = "" if store_key is None else f"-{store_key.id}"
         self.sink = tuple(sink)
-        self._sink_identity = self.sink if learned is None else learned.digest
+        self.sink_identity = self.sink if learned is None else learned.digest
+        """What tells it from every other sink prefix."""
         self._config = config
         self._model = model
         self._made_by = fingerprint
@@ -114,7 +115,7 @@ class ChunkCache:
         if made_by not in self._fingerprints:
             if len(self._fingerprints) >= FINGERPRINTS_REMEMBERED:  # weights may change again and again
                 self._fingerprints.clear()
-            made = format_fingerprint(engine=made_by, sink=self._sink_identity, tails=self._tails)
+            made = format_fingerprint(engine=made_by, sink=self.sink_identity, tails=self._tails)
             self._fingerprints[made_by] = made + self._sealed
         return self._fingerprints[made_by]
 

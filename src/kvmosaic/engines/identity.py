@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.learned_sink import PREFIX, LearnedSink
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.core.sink import sink_tokens
@@ -32,14 +33,18 @@ def learned_sink(config: ChunkCacheConfig) -> LearnedSink | None:
     setting = config.sink_prefix
     if config.chunk_context == "system" or not setting.startswith(PREFIX):
         return None
-    return load_sink(setting.removeprefix(PREFIX))
+    try:
+        return load_sink(setting.removeprefix(PREFIX))
+    except ConfigError as error:
+        raise config.blame(error) from None
 
 
-def sink_of(config: ChunkCacheConfig, bos_token_id: int | None, tokenizer: Any) -> tuple[int, ...]:
-    """The sink prefix of a configuration; ``tokenizer`` is ``None`` where there is none. For a learned sink, tokens
-    that stand for it."""
+def sink_of(
+    config: ChunkCacheConfig, learned: LearnedSink | None, bos_token_id: int | None, tokenizer: Any
+) -> tuple[int, ...]:
+    """The sink prefix of a configuration as tokens, or what stands for those of a ``learned`` one; ``tokenizer`` is
+    ``None`` where there is none."""
     if config.sink_prefix.startswith(PREFIX):
-        learned = learned_sink(config)
         return () if learned is None else learned.tokens
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     return tuple(sink_tokens(config.sink_prefix, config.chunk_separator, bos_token_id, encode))

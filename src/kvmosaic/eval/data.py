@@ -26,9 +26,16 @@ SYNTHETIC = {"synthetic": None, "synthetic-1": 1, "synthetic-2": 2, "synthetic-3
 """Built-in data: the name → how many documents a question needs; ``None``: one, two and three in turn."""
 
 
-def load(source: str, limit: int, seed: int, form: str | None = None) -> list[Example]:
+def load(
+    source: str,
+    limit: int,
+    seed: int,
+    form: str | None = None,
+    keep: Callable[[str], bool] = lambda text: True,
+) -> list[Example]:
     """``limit`` examples, or all if there are fewer, of a file or of the built-in generator; ``seed`` chooses
-    them. The format is recognised from the content unless ``form`` names one of ``FORMATS``."""
+    them. The format is recognised from the content unless ``form`` names one of ``FORMATS``. Of a file, records count
+    only if ``keep`` says so of the text that has the answer: neither as questions nor as distractors."""
     if limit < 1:
         raise ConfigError(f"--limit {limit}: must be at least 1")
     if seed < 0:
@@ -43,6 +50,7 @@ def load(source: str, limit: int, seed: int, form: str | None = None) -> list[Ex
     found = form or _recognise(source, records[0][1])
     if found == "squad":
         records = list(_squad_questions(source, records))
+    records = [(line, record) for line, record in records if keep(_answering(found, record))]
     rng = random.Random(seed)
     # A permutation first, so that a larger limit only adds to a smaller one's examples.
     order = rng.sample(range(len(records)), len(records))[:limit]
@@ -56,6 +64,16 @@ def load(source: str, limit: int, seed: int, form: str | None = None) -> list[Ex
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ConfigError(f"{source}, line {line}: not a {found} example ({_reason(error)})") from None
     return examples
+
+
+def _answering(form: str, record: Any) -> str:
+    """The text of a record that has its answer, or stands for it."""
+    try:
+        if form == "squad":
+            return _text(record["context"], "context")
+        return _passage(record) if form == "nq" else json.dumps(record, sort_keys=True)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError):
+        return ""  # what is wrong with it is said later
 
 
 def is_examples(path: Path) -> bool:

@@ -69,7 +69,7 @@ def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_
             "weights": llm.engine.weights,
             "model": llm.engine.fingerprint(1),
             "device": str(llm.model.device),
-            "sink": llm.chunk_cache.sink,
+            "sink": llm.chunk_cache.sink_identity,
             "chunk_context": config.chunk_context,
             "questions": [
                 (q.prompt.token_ids, [(s.start, s.end) for s in q.prompt.chunks], *q[1:]) for q in questions

@@ -1,7 +1,6 @@
 """Files of learned sinks."""
 
 import json
-from functools import lru_cache
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,6 +11,7 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.learned_sink import LearnedSink, SinkAbout
 
 FORMAT = "1"
+"""Version of the format of sink files."""
 _FORMAT_KEY, _ABOUT_KEY = "kvmosaic_sink_format", "about"
 
 
@@ -31,22 +31,17 @@ def load_sink(path: str | Path) -> LearnedSink:
     """The sink in a file."""
     place = Path(path).expanduser()
     try:
-        changed = place.stat().st_mtime_ns
-    except OSError as error:
-        raise ConfigError(f"no sink at {path} ({error.strerror}); `kvmosaic tune` makes one") from None
-    return _load(place, changed)
-
-
-@lru_cache(maxsize=4)
-def _load(path: Path, changed: int) -> LearnedSink:
-    """``changed``: when the file was, so that a new one is read."""
-    try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(place, framework="pt") as file:
             about = file.metadata() or {}
             if about.get(_FORMAT_KEY) != FORMAT:
                 raise ConfigError(f"{path}: not a sink of format {FORMAT}; make one with `kvmosaic tune`")
-            k, v, witness = (file.get_tensor(name) for name in ("k", "v", "witness"))
+            # Copies, because the file is mapped and may be replaced while an engine runs.
+            k, v, witness = (file.get_tensor(name).clone() for name in ("k", "v", "witness"))
         return LearnedSink(k, v, witness, SinkAbout.model_validate(json.loads(about[_ABOUT_KEY])))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no sink at {path}; `kvmosaic tune` makes one") from None
+    except ConfigError:
+        raise
     except (OSError, SafetensorError, ValidationError, KeyError, ValueError) as error:
         line = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path}: not a sink ({line}); make one with `kvmosaic tune`") from None

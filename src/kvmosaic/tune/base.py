@@ -1,4 +1,4 @@
-"""What is learned from, and what comes out."""
+"""What is learned from."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class TrainingPrompt:
     compared: Span
     """Tokens after which student and teacher are compared: what each says comes next."""
     kind: str
-    """Which task it is of, for reports."""
+    """Which task it is of."""
 
 
 @dataclass(frozen=True)

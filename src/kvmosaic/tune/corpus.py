@@ -15,8 +15,8 @@ from kvmosaic.tune.passages import SYSTEMS, lesson, lesson_about
 from kvmosaic.tune.texts import CHAT, DAYS, LANGUAGES, MAX_SOURCE, MIN_SOURCE, MODULES, REPLIES
 
 
-def made_up(rng: random.Random) -> Lesson:
-    """A lesson of a random kind."""
+def made_up(rng: random.Random, max_words: int) -> Lesson:
+    """A lesson of a random kind, which may have too many words."""
     return rng.choice(MAKERS)(rng)
 
 

@@ -3,48 +3,62 @@
 import random
 from collections.abc import Callable, Sequence
 
+from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.hf.chat import chat_prompt
 from kvmosaic.eval.base import Example
 from kvmosaic.tune.base import Lesson, TrainingPrompt
-from kvmosaic.tune.passages import SYSTEMS, lesson, lesson_about
+from kvmosaic.tune.passages import SYSTEMS, count_words, lesson, lesson_about
 
-Maker = Callable[[random.Random], Lesson]
+Maker = Callable[[random.Random, int], Lesson]
+"""Makes a lesson with documents of about so many words at most."""
 BETWEEN = ("\n\n", "\n\n", "\n\n", "\n", "\n---\n")
-"""What may stand between documents."""
+"""Texts that may stand between documents."""
 LABELS = ("", "", "", "[{}] ", "Document {}: ", "Source {}:\n")
-"""What may stand before them."""
+"""Texts that may stand before them."""
 MAX_COMPARED = 192
-"""Tokens of questions and answers of which a prompt is judged; the last ones."""
+"""Maximum tokens at a prompt's end after which student and teacher are compared."""
+MAX_TRIES = 200
+"""Maximum lessons that are made until one of them fits."""
 
 
-def from_documents(passages: Sequence[str], kind: str = "documents") -> Maker:
+def from_documents(passages: Sequence[str]) -> Maker:
     """Lessons about some of these passages at a time: neighbours of a text, or any."""
 
-    def make(rng: random.Random) -> Lesson:
+    def make(rng: random.Random, max_words: int) -> Lesson:
         count = min(len(passages), rng.randint(1, 10))
-        if rng.random() < 0.3:
-            start = rng.randrange(len(passages) - count + 1)
-            return lesson_about(passages[start : start + count], rng, kind)
-        return lesson_about(rng.sample(passages, count), rng, kind)
+        start = rng.randrange(len(passages) - count + 1)
+        chosen = passages[start : start + count] if rng.random() < 0.3 else rng.sample(passages, count)
+        return lesson_about(_fitting(chosen, max_words), rng, "documents")
 
     return make
 
 
-def from_examples(examples: Sequence[Example], kind: str = "examples") -> Maker:
+def from_examples(examples: Sequence[Example]) -> Maker:
     """Lessons with the questions and answers of these examples, and the documents of one or two of them."""
 
-    def make(rng: random.Random) -> Lesson:
+    def make(rng: random.Random, max_words: int) -> Lesson:
         chosen = rng.sample(examples, min(len(examples), rng.randint(1, 2)))
         documents = list(dict.fromkeys(text for example in chosen for text in example.chunks))
         rng.shuffle(documents)
         if rng.random() < 0.3:
-            return lesson_about(documents, rng, kind)
+            return lesson_about(_fitting(documents, max_words), rng, "examples")
         asked = [(example.question, example.answers[0]) for example in chosen]
-        return lesson(rng.choice((chosen[0].system, *SYSTEMS)), documents, asked, kind)
+        return lesson(rng.choice((chosen[0].system, *SYSTEMS)), documents, asked, "examples")
 
     return make
+
+
+def _fitting(documents: Sequence[str], max_words: int) -> list[str]:
+    """The first documents that have no more words together; one at least."""
+    kept, words = [documents[0]], count_words(documents[0])
+    for document in documents[1:]:
+        words += count_words(document)
+        if words > max_words:
+            break
+        kept.append(document)
+    return kept
 
 
 class Lessons:
@@ -62,30 +76,28 @@ class Lessons:
 
     def __getitem__(self, number: int) -> TrainingPrompt:
         rng = random.Random(f"{self._seed}/{number}")
-        while True:
-            made = rng.choice(self._makers)(rng)
+        for _ in range(MAX_TRIES):
+            # About half as many words as tokens leave room for the questions.
+            made = rng.choice(self._makers)(rng, self._max_tokens // 2)
             prompt = self._prompt(made, rng)
             if prompt is not None:
                 return prompt
+        raise ConfigError(
+            f"no lesson of {self._max_tokens} tokens has a document that is a chunk; give shorter documents, or a "
+            "smaller min_chunk_tokens"
+        )
 
     def _prompt(self, made: Lesson, rng: random.Random) -> TrainingPrompt | None:
-        """As the model reads it; with fewer documents where it is too long. ``None`` if nothing is left of it."""
-        documents = list(made.documents)
+        """As the model reads it; ``None`` if it is too long, or has no chunk."""
         between, label = rng.choice(BETWEEN), rng.choice(LABELS)
-        while documents:
-            text = between.join(
-                [*(label.format(index) + document for index, document in enumerate(documents, 1)), made.question]
-            )
-            messages = [{"role": "user", "content": text}]
-            if made.system:
-                messages.insert(0, {"role": "system", "content": made.system})
-            tokens = chat_prompt(self._tokenizer, messages, lead=made.answer).token_ids
-            if len(tokens) <= self._max_tokens:
-                break
-            documents.pop(rng.randrange(len(documents)))
-        else:
+        documents = [label.format(index) + document for index, document in enumerate(made.documents, 1)]
+        messages = [{"role": "user", "content": between.join([*documents, made.question])}]
+        if made.system:
+            messages.insert(0, {"role": "system", "content": made.system})
+        tokens = chat_prompt(self._tokenizer, messages, lead=made.answer).token_ids
+        if len(tokens) > self._max_tokens:
             return None
-        prompt = self._parser.parse_named(tokens, documents).prompt
+        prompt = self._parser.parse_named(tokens, made.documents).prompt
         if not prompt.chunks:
             return None
         start = max(prompt.question.start, len(tokens) - MAX_COMPARED)

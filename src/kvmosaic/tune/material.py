@@ -13,9 +13,11 @@ from kvmosaic.tune.lessons import Maker, from_documents, from_examples
 from kvmosaic.tune.passages import split_into_passages
 
 MIN_PASSAGES = 20
-"""Passages of the user's documents, at least: with fewer, held-out ones would say nothing."""
+"""Minimum passages of the user's documents: with fewer, held-out ones would say nothing."""
+MIN_EXAMPLES = 4
+"""Minimum examples to learn from, and to be judged by."""
 HELD_OUT = 8
-"""One in so many documents and examples is never trained on."""
+"""One in so many documents is never trained on."""
 
 
 @dataclass(frozen=True)
@@ -24,36 +26,53 @@ class Material:
 
     learned: tuple[Maker, ...]
     held_out: tuple[Maker, ...]
+    digest: str
+    """Of all texts."""
 
     @classmethod
-    def of(cls, documents: Sequence[str], examples: Sequence[Example], seed: int) -> "Material":
-        """Made-up lessons, and as many of the user's ``documents`` and of questions in ``examples``."""
+    def of(
+        cls, documents: Sequence[str], learned: Sequence[Example], judged: Sequence[Example], seed: int
+    ) -> "Material":
+        """Made-up lessons, and as many about the user's ``documents`` and with the questions of ``learned``. They are
+        judged by held-out documents and by ``judged``, which share no document with ``learned``; without any, by
+        made-up ones."""
         rng = random.Random(seed)
-        learned: list[Maker] = [made_up]
-        held_out: list[Maker] = [made_up]  # of other numbers: Lessons of another seed
-        passages: tuple[list[str], list[str]] = ([], [])
-        for document in documents:
-            passages[_is_held_out(document)].extend(split_into_passages(document, rng))
+        makers: list[Maker] = [made_up]
+        judges: list[Maker] = []
         if documents:
+            held_out = _held_out(documents)
+            passages: tuple[list[str], list[str]] = ([], [])
+            for document in documents:
+                passages[document in held_out].extend(split_into_passages(document, rng))
             if len(passages[0]) < MIN_PASSAGES or not passages[1]:
-                found = sum(map(len, passages))
                 raise ConfigError(
-                    f"too few documents: {len(documents)}, in which there are {found} passages; give more, at least "
-                    f"{2 * HELD_OUT} documents with {MIN_PASSAGES} passages"
+                    f"too few documents: there are {sum(map(len, passages))} passages in {len(documents)}; give at "
+                    f"least two documents with {2 * MIN_PASSAGES} passages, of {MIN_PASSAGES} words or so each"
                 )
-            learned.append(from_documents(passages[0]))
-            held_out.append(from_documents(passages[1]))
-        if examples:
-            parts: tuple[list[Example], list[Example]] = ([], [])
-            for example in examples:
-                parts[_is_held_out(example.question)].append(example)
-            if min(map(len, parts)) < 2:
-                raise ConfigError(f"too few examples: {len(examples)}; give at least {4 * HELD_OUT}")
-            learned.append(from_examples(parts[0]))
-            held_out.append(from_examples(parts[1]))
-        return cls(tuple(learned), tuple(held_out))
+            makers.append(from_documents(passages[0]))
+            judges.append(from_documents(passages[1]))
+        if learned or judged:
+            if min(len(learned), len(judged)) < MIN_EXAMPLES:
+                raise ConfigError(
+                    f"too few examples: {len(learned)} to learn from and {len(judged)} held out; give at least "
+                    f"{4 * HELD_OUT} with different documents"
+                )
+            makers.append(from_examples(learned))
+            judges.append(from_examples(judged))
+        texts = [*documents, *(f"{each}" for each in (*learned, *judged))]
+        digest = xxhash.xxh3_128("\0".join(texts).encode(errors="surrogatepass")).hexdigest()
+        return cls(tuple(makers), tuple(judges) or (made_up,), digest)
 
 
-def _is_held_out(text: str) -> bool:
-    """By content, so that the same text is on the same side in every run."""
-    return xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass")) % HELD_OUT == 0
+def is_held_out(text: str) -> bool:
+    """Whether a text is never trained on: by its content, so that it is on the same side in every run."""
+    return _number(text) % HELD_OUT == 0
+
+
+def _held_out(documents: Sequence[str]) -> set[str]:
+    """Those that are never trained on: one at least."""
+    return {document for document in documents if is_held_out(document)} or {min(documents, key=_number)}
+
+
+def _number(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))

@@ -1,4 +1,4 @@
-"""Lessons from texts that nobody asked questions about: recall, continuation and gaps."""
+"""Lessons from texts that nobody asked questions about: recall, quotation and gaps."""
 
 import random
 import re
@@ -15,12 +15,20 @@ SYSTEMS = (
     "Below are search results. Some of them may not matter.",
     "",
 )
+"""System prompts of lessons."""
 MIN_WORDS, MAX_WORDS = 12, 320
 """Words of a passage."""
+WORD = 6
+"""Characters that count as a word where there are no blanks between words."""
 MOST_QUESTIONS = 8
-"""Questions of a lesson; all but the last come with their answers."""
+"""Maximum questions of a lesson; all but the last come with their answers."""
 
-_SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+|\n+")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
+
+
+def count_words(text: str) -> int:
+    """Words of a text, or about as many where there are no blanks between them."""
+    return max(len(text.split()), len(text) // (2 * WORD))
 
 
 def split_into_passages(text: str, rng: random.Random) -> list[str]:
@@ -30,11 +38,11 @@ def split_into_passages(text: str, rng: random.Random) -> list[str]:
     last = 0
     for match in (*_SENTENCE_END.finditer(text), None):
         end = len(text) if match is None else match.start()
-        words += max(1, len(text[last:end].split()))
+        words += count_words(text[last:end])
         last = end
         if words >= limit or match is None:
-            if (passage := text[begin:end].strip()) and len(passage.split()) >= MIN_WORDS:
-                passages.append(passage[: 12 * MAX_WORDS])
+            if (passage := text[begin:end].strip()) and count_words(passage) >= MIN_WORDS:
+                passages.append(passage[: 2 * WORD * MAX_WORDS])
             limit, begin, words = _limit(rng), end, 0
     return passages
 
@@ -47,7 +55,7 @@ def _limit(rng: random.Random) -> int:
 def lesson_about(passages: Sequence[str], rng: random.Random, kind: str) -> Lesson:
     """A lesson with these documents, about some of them."""
     count = rng.randint(1, MOST_QUESTIONS)
-    asked = [rng.choice((_recall, _recall, _goes_on, _gap))(rng.choice(passages), rng) for _ in range(count)]
+    asked = [rng.choice((_recall, _recall, _quote, _gap))(rng.choice(passages), rng) for _ in range(count)]
     return lesson(rng.choice(SYSTEMS), passages, asked, kind)
 
 
@@ -58,20 +66,29 @@ def lesson(system: str, documents: Sequence[str], asked: Sequence[tuple[str, str
     return Lesson(system, tuple(documents), "".join([*lines, question]), f"Answer: {answer}", kind)
 
 
+def _words(passage: str) -> list[str]:
+    """Words with the blanks behind them, or pieces of a text that has hardly any."""
+    words = re.findall(r"\S+\s*", passage)
+    if len(words) >= count_words(passage):
+        return words
+    return [passage[start : start + WORD] for start in range(0, len(passage), WORD)]
+
+
 def _recall(passage: str, rng: random.Random) -> tuple[str, str]:
-    words = passage.split()
+    words = _words(passage)
     at = rng.randrange(max(1, len(words) - 16))
-    return f'Question: What follows "{" ".join(words[at : at + 6])}"?', " ".join(words[at + 6 : at + 18]) or "nothing"
+    asked, answer = ("".join(words[start:end]).strip() for start, end in ((at, at + 6), (at + 6, at + 18)))
+    return f'Question: What follows "{asked}"?', answer or "nothing"
 
 
-def _goes_on(passage: str, rng: random.Random) -> tuple[str, str]:
-    words = passage.split()
+def _quote(passage: str, rng: random.Random) -> tuple[str, str]:
+    words = _words(passage)
     at = rng.randrange(1, max(2, len(words) // 2))
-    return "Quote one of the documents.", f"{' '.join(words[at : at + 20])}"
+    return "Quote one of the documents.", "".join(words[at : at + 20]).strip()
 
 
 def _gap(passage: str, rng: random.Random) -> tuple[str, str]:
-    words = passage.split()
-    at = rng.randrange(3, max(4, len(words) - 3))
-    around = [*words[max(0, at - 8) : at], "___", *words[at + 1 : at + 6]]
-    return f'Question: Which word is missing in "{" ".join(around)}"?', words[min(at, len(words) - 1)]
+    words = _words(passage)
+    at = min(rng.randrange(3, max(4, len(words) - 3)), len(words) - 1)
+    around = "".join([*words[max(0, at - 8) : at], "___ ", *words[at + 1 : at + 6]]).strip()
+    return f'Question: Which word is missing in "{around}"?', words[at].strip()

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,14 +61,13 @@ class Progress:
     share: float
     """Of all that is to be done, 0 to 1."""
     train_kl: float
-    """Running mean in nats."""
+    """Running mean in nats, of steps that recompute nothing."""
+    held_out_kl: float | None = None
+    """Of held-out prompts, when they were last looked at."""
 
 
 class SinkTrainer:
     """Learns the numbers of a sink. The model stays as it is."""
-
-    DIVERGED = 3.0
-    """Held-out KL, relative to the text's, at which a run is given up."""
 
     def __init__(self, engine: HFModel, sink: KV, recipe: Recipe) -> None:
         """``sink``: what to begin with, K ``[heads, layers, tokens, k_dim]`` and V."""
@@ -94,10 +94,8 @@ class SinkTrainer:
 
     def run(self, lessons: Lessons) -> Iterator[Progress]:
         """Train, and tell after every step how far it is: for whoever wants to look, or to save."""
-        for parameter in self._engine.model.parameters():
-            parameter.requires_grad_(False)
         begun = time.monotonic() - self._seconds
-        with ThreadPoolExecutor(1) as reader:
+        with _frozen(self._engine.model), ThreadPoolExecutor(1) as reader:
             coming = reader.submit(self._prompts, lessons, self.step)
             while (share := self._share()) < 1:
                 prompts = coming.result()
@@ -106,15 +104,6 @@ class SinkTrainer:
                 self.step += 1
                 self._seconds = time.monotonic() - begun
                 yield Progress(self.step, self._share(), self._train_kl)
-
-    def evaluate(self, prompts: Sequence[TrainingPrompt], ratio: float = 0.0) -> float:
-        """Mean KL in nats over prompts, with the sink as it is now."""
-        total = 0.0
-        with self._engine.session(gradients=True), torch.no_grad():
-            for group in self._groups(prompts):
-                positions = [chunk_starts(prompt, ratio) for prompt in group]
-                total += sum(float(kl.mean()) for kl in self._distillation.divergence(group, self.sink, positions))
-        return total / len(prompts)
 
     def save(self, path: Path) -> None:
         """Keep the state of the run."""
@@ -152,7 +141,7 @@ class SinkTrainer:
         ratio = RECOMPUTED_RATIOS[self.step % len(RECOMPUTED_RATIOS)]
         total = 0.0
         with self._engine.session(gradients=True):
-            for group in self._groups(prompts):
+            for group in _groups(prompts, self.recipe.together):
                 positions = [chunk_starts(prompt, ratio) for prompt in group]
                 divergence = self._distillation.divergence(group, self.sink, positions)
                 loss = torch.stack([kl.mean() for kl in divergence]).sum() / len(prompts)
@@ -167,11 +156,35 @@ class SinkTrainer:
         if ratio == 0:
             self._train_kl = total if math.isnan(self._train_kl) else 0.95 * self._train_kl + 0.05 * total
 
-    def _groups(self, prompts: Sequence[TrainingPrompt]) -> list[list[TrainingPrompt]]:
-        """Prompts of similar length together, so that little is padded."""
-        ordered = sorted(prompts, key=lambda prompt: len(prompt.tokens))
-        size = self.recipe.together
-        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+def mean_kl(engine: HFModel, sink: KV, prompts: Sequence[TrainingPrompt], together: int) -> float:
+    """Mean KL in nats over prompts with chunks that are filled after ``sink``, nothing recomputed; ``together`` of
+    them are computed at the same time."""
+    distillation = Distillation(engine)
+    total = 0.0
+    with engine.session(gradients=True), torch.no_grad():
+        for group in _groups(prompts, together):
+            total += sum(float(kl.mean()) for kl in distillation.divergence(group, sink, [()] * len(group)))
+    return total / len(prompts)
+
+
+def _groups(prompts: Sequence[TrainingPrompt], size: int) -> list[list[TrainingPrompt]]:
+    """Prompts of similar length together, so that little is padded."""
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.tokens))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+@contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Take no gradients of a model's own parameters; afterwards they are as they were."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def chunk_starts(prompt: TrainingPrompt, ratio: float) -> list[int]:

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import signal
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +16,16 @@ import torch
 from kvmosaic import __version__
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.learned_sink import LearnedSink, SinkAbout
-from kvmosaic.core.sink import sink_tokens
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.hf.llm import LLM
 from kvmosaic.engines.identity import model_name
 from kvmosaic.models.sink_file import save_sink
-from kvmosaic.tune.base import TrainingPrompt
 from kvmosaic.tune.lessons import Lessons
 from kvmosaic.tune.material import Material
-from kvmosaic.tune.train import DivergedError, Progress, Recipe, SinkTrainer
+from kvmosaic.tune.train import DivergedError, Progress, Recipe, SinkTrainer, mean_kl
 
+DIVERGED = 3.0
+"""Held-out KL, relative to the text's, at which a run is given up."""
 SAVE_SECONDS = 60.0
 """Seconds between two saves of the run's state."""
 MIN_PROMPT = 256
@@ -42,15 +45,6 @@ class Tuned:
     steps: int
 
 
-@dataclass(frozen=True)
-class Look:
-    """A look at held-out prompts in the middle of a run."""
-
-    progress: Progress
-    held_out_kl: float | None
-    """As of the latest look; ``None`` before the first."""
-
-
 def tune(
     llm: LLM,
     material: Material,
@@ -58,28 +52,38 @@ def tune(
     recipe: Recipe,
     tokens: int,
     output: Path,
-    show: Callable[[Look], None] = lambda look: None,
+    show: Callable[[Progress], None] = lambda progress: None,
 ) -> Tuned:
     """Learn a sink of ``tokens`` tokens and write it to ``output``, unless it is no better than the text. A run that
-    was interrupted is continued: its state is beside ``output``."""
+    was interrupted is continued: its state is beside ``output``. ``data``: names of what it is learned from."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    lessons = partial(Lessons, llm.parser, llm.tokenizer, max_tokens=_max_tokens(llm, tokens, recipe.max_prompt))
+    text = list(llm.chunk_cache.sink)
+    max_tokens = _max_tokens(llm, max(tokens, len(text)), recipe.max_prompt)
+    lessons = partial(Lessons, llm.parser, llm.tokenizer, max_tokens=max_tokens)
     held_out = lessons(material.held_out, seed=recipe.seed + HELD_OUT_SEED)
     judged = [held_out[number] for number in range(recipe.judged)]
-    text = _text_tokens(llm)
-    before = SinkTrainer(llm.engine, _kv(llm, text), recipe).evaluate(judged)
+
+    def judge(sink: KV) -> float:
+        return mean_kl(llm.engine, sink, judged, recipe.together)
+
+    before = judge(_kv(llm, text))
     trainer = SinkTrainer(llm.engine, _kv(llm, _lengthened(text, tokens)), recipe)
-    state = _state_file(llm, output, data, recipe, tokens)
+    state = _state_file(llm, output, material, recipe, tokens)
     if state.exists():
         trainer.restore(state)
-    after = _train(trainer, lessons(material.learned, seed=recipe.seed), judged, before, state, show)
-    if not after < before:
+    try:
+        _train(trainer, lessons(material.learned, seed=recipe.seed), judge, before, state, show)
+        sink = _rounded(trainer.sink)
+        after = judge(sink)
+        if not after < before:
+            raise DivergedError(
+                f"held-out KL is {after:.4f} after tuning and {before:.4f} with the text: nothing was written; give "
+                "more or other documents, or more minutes"
+            )
+    except DivergedError:
         state.unlink(missing_ok=True)
-        raise DivergedError(
-            f"held-out KL is {after:.4f} after tuning and {before:.4f} with the text: nothing was written; give more "
-            "or other documents, or more minutes"
-        )
-    save_sink(_learned(llm, trainer, data, recipe, before, after), output)
+        raise
+    save_sink(_learned(llm, sink, data, recipe, before, after), output)
     state.unlink(missing_ok=True)
     return Tuned(output, before, after, trainer.step)
 
@@ -87,41 +91,61 @@ def tune(
 def _train(
     trainer: SinkTrainer,
     lessons: Lessons,
-    judged: list[TrainingPrompt],
+    judge: Callable[[KV], float],
     before: float,
     state: Path,
-    show: Callable[[Look], None],
-) -> float:
-    """Held-out KL at the end. A run that makes things worse is given up."""
+    show: Callable[[Progress], None],
+) -> None:
+    """Train to the end. A run that makes things worse is given up; one that is interrupted keeps its state."""
     held_out: float | None = None
     saved = time.monotonic()
     quarter = 0
+    with _interrupted_between_steps() as is_interrupted:
+        try:
+            for progress in trainer.run(lessons):
+                if is_interrupted():
+                    raise KeyboardInterrupt
+                if quarter < int(4 * progress.share) < 4:
+                    quarter = int(4 * progress.share)
+                    held_out = judge(trainer.sink)
+                    if not held_out < DIVERGED * before:
+                        raise DivergedError(
+                            f"held-out KL rose from {before:.4f} to {held_out:.4f} in {progress.step} steps: nothing "
+                            "was written; look at the data, or try another --seed"
+                        )
+                show(replace(progress, held_out_kl=held_out))
+                if time.monotonic() - saved > SAVE_SECONDS:
+                    trainer.save(state)
+                    saved = time.monotonic()
+        except KeyboardInterrupt:
+            trainer.save(state)
+            raise
+    trainer.save(state)  # the last look takes a while, and may be interrupted
+
+
+@contextmanager
+def _interrupted_between_steps() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits for the end of a step, because half of one could not be saved. Says whether it was pressed, which
+    only the main thread hears of."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    pressed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:
-        for progress in trainer.run(lessons):
-            if quarter < int(4 * progress.share) < 4:
-                quarter = int(4 * progress.share)
-                held_out = trainer.evaluate(judged)
-                if not held_out < trainer.DIVERGED * before:
-                    state.unlink(missing_ok=True)
-                    raise DivergedError(
-                        f"held-out KL rose from {before:.4f} to {held_out:.4f} in {progress.step} steps: nothing was "
-                        "written; look at the data, or try another --seed"
-                    )
-            show(Look(progress, held_out))
-            if time.monotonic() - saved > SAVE_SECONDS:
-                trainer.save(state)
-                saved = time.monotonic()
-    except KeyboardInterrupt:
-        trainer.save(state)
-        raise
-    return trainer.evaluate(judged)
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _learned(
-    llm: LLM, trainer: SinkTrainer, data: list[str], recipe: Recipe, before: float, after: float
-) -> LearnedSink:
-    half = torch.bfloat16  # what is lost by rounding is far below what another seed changes
-    k, v = (part.detach().transpose(0, 1).to("cpu", half).contiguous() for part in trainer.sink)
+def _rounded(sink: KV) -> KV:
+    """The numbers as a file holds them."""
+    k, v = (part.detach().to(torch.bfloat16).float() for part in sink)
+    return k, v
+
+
+def _learned(llm: LLM, sink: KV, data: list[str], recipe: Recipe, before: float, after: float) -> LearnedSink:
+    k, v = (part.transpose(0, 1).to("cpu", torch.bfloat16).contiguous() for part in sink)
     about = SinkAbout(
         model=model_name(llm.model.name_or_path) if llm.model.name_or_path else type(llm.model).__name__,
         data=data,
@@ -133,22 +157,15 @@ def _learned(
     return LearnedSink(k, v, llm.engine.witness().float().cpu(), about)
 
 
-def _max_tokens(llm: LLM, tokens: int, most: int) -> int:
-    """Of a training prompt: ``most``, or what the model's positions leave behind a sink of ``tokens``."""
-    limit = llm.max_positions or most + tokens
-    room = min(most, limit - tokens)
+def _max_tokens(llm: LLM, sink: int, most: int) -> int:
+    """Of a training prompt: ``most``, or what the model's positions leave behind ``sink`` tokens."""
+    limit = llm.max_positions or most + sink
+    room = min(most, limit - sink)
     if room < MIN_PROMPT:
-        raise ConfigError(f"--tokens {tokens}: leaves {room} of the model's {limit} positions; choose fewer")
+        raise ConfigError(f"--tokens: {sink} of the sink leave {room} of the model's {limit} positions; choose fewer")
     if llm.engine.fingerprint(room) is None:
         raise UnsupportedModelError("the model's rotary table is another one for every length of prompt")
     return room
-
-
-def _text_tokens(llm: LLM) -> list[int]:
-    """The tokens of the default text sink."""
-    assert llm.tokenizer is not None
-    encode = partial(llm.tokenizer.encode, add_special_tokens=False)
-    return sink_tokens("document", None, llm.model.generation_config.bos_token_id, encode)
 
 
 def _lengthened(text: list[int], tokens: int) -> list[int]:
@@ -161,7 +178,7 @@ def _kv(llm: LLM, tokens: list[int]) -> KV:
     return computed
 
 
-def _state_file(llm: LLM, output: Path, data: list[str], recipe: Recipe, tokens: int) -> Path:
+def _state_file(llm: LLM, output: Path, material: Material, recipe: Recipe, tokens: int) -> Path:
     """Named after everything that the run depends on, so that another run does not go on with it."""
-    about = json.dumps([llm.engine.weights, data, asdict(recipe), tokens])
+    about = json.dumps([__version__, llm.engine.weights, material.digest, asdict(recipe), tokens, repr(llm.config)])
     return output.with_name(f".{output.name}.{hashlib.sha256(about.encode()).hexdigest()[:12]}.state")

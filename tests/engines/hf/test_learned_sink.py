@@ -9,6 +9,8 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.learned_sink import LearnedSink, SinkAbout
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.hf.request_kv import CapturedKV
+from kvmosaic.eval.plan import make_plan
+from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.hf import LLM
 from kvmosaic.models.sink_file import save_sink
 from tests.engines.hf.tiny import LIMIT, SUPPORTED, VOCABULARY, make
@@ -39,7 +41,7 @@ def test_numbers_of_a_text_give_what_the_text_gives(tmp_path, name):
     tokens, chunks = random_tokens(11), [random_tokens(random.randint(1, 20)) for _ in range(3)]
     learned = with_sink(model, tmp_path / "sink", sink_of_tokens(plain.engine, tokens))
     cache = learned.chunk_cache
-    assert learned.chunk_cache.sink == (0,) * 11
+    assert learned.chunk_cache.sink == (-1,) * 11
     for item, (k, v) in zip(
         cache.find_or_fill(chunks, cache.sink, LIMIT - 1), plain.engine.fill(tokens, chunks, LIMIT - 1), strict=True
     ):
@@ -57,6 +59,16 @@ def test_keys_depend_on_every_number(tmp_path):
         cache = with_sink(model, tmp_path / f"{number}", other).chunk_cache
         keys.add(str(cache.key(chunk, cache.sink)))
     assert len(keys) == 3
+
+
+def test_evaluations_tell_sinks_of_one_length_apart(tmp_path, narrow, tokenizer):
+    engine = LLM(narrow, tokenizer, sink_prefix="none", **SETTINGS).engine
+    examples, digests = synthetic(1, 0), set()
+    for number in range(2):
+        sink = sink_of_tokens(engine, random_tokens(9))
+        with with_sink(narrow, tmp_path / f"{number}", sink, tokenizer=tokenizer) as llm:
+            digests.add(make_plan(llm, examples, ()).digest)
+    assert len(digests) == 2
 
 
 def test_all_recomputed_is_a_full_prefill(tmp_path):
@@ -99,8 +111,9 @@ def test_a_sink_of_another_model_is_refused(tmp_path):
 
 
 def test_chunks_behind_a_system_prompt_have_no_sink(tmp_path):
-    model = make("llama", 6)
-    sink = sink_of_tokens(LLM(model, sink_prefix="none", **SETTINGS).engine, random_tokens(9))
-    llm = with_sink(model, tmp_path / "sink", sink, chunk_context="system")
-    output = llm.generate([ChunkedPrompt(random_tokens(40), (Span(5, 30),))], max_tokens=2)[0]
-    assert output.mode == "fill"
+    """Its file is not even read."""
+    llm = LLM(make("llama", 6), chunk_context="system", sink_prefix=f"learned:{tmp_path / 'nowhere'}", **SETTINGS)
+    system, chunk = random_tokens(5), random_tokens(25)
+    [item] = llm.chunk_cache.find_or_fill([chunk], system, 60)
+    for ours, theirs in zip(kv_of(item.entry), llm.engine.fill(system, [chunk], 60)[0], strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -79,13 +79,9 @@ class HFChunkCache(ChunkCache):
     def fill(self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
         """Compute the entries of chunks that are missing, together, and store them under their keys."""
         entries = []
-        after_learned = self._sink_kv is not None and tuple(context) == self.sink
-        computed = self._engine.fill(
-            () if after_learned else context,
-            list(chunks.values()),
-            length,
-            sink=self._sink_kv if after_learned else None,
-        )
+        # With a learned sink every context is that one: chunk_context=system has none.
+        tokens = () if self._sink_kv is not None else context
+        computed = self._engine.fill(tokens, list(chunks.values()), length, sink=self._sink_kv)
         for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
             entries.append(self.put(key, chunk, context, k, v))
             self.store.wait_for_room()  # nobody decodes beside us, so what was computed need not be dropped

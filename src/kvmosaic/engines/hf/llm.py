@@ -77,7 +77,8 @@ class LLM:
             logger.info("the chunk cache is off; pass enable_chunk_cache=True to use it")
 
     def _start_chunk_cache(self) -> None:
-        sink = sink_of(self.config, self.model.generation_config.bos_token_id, self.tokenizer)
+        learned = learned_sink(self.config)
+        sink = sink_of(self.config, learned, self.model.generation_config.bos_token_id, self.tokenizer)
         try:
             self._engine = HFModel(self.model)
         except Exception as error:  # whatever a model does with our cache: it can still generate without
@@ -89,9 +90,11 @@ class LLM:
             self._policy.check(self._engine.format.layers)
         except ConfigError as error:
             raise self.config.blame(error) from None
-        learned = learned_sink(self.config)
         if learned is not None:
-            learned.check(self._engine.format, self._engine.witness(), self._engine.share)
+            try:
+                learned.check(self._engine.format, self._engine.witness(), self._engine.share)
+            except ConfigError as error:
+                raise self.config.blame(error) from None
         self._off_reason = None
         if self.config.self_test:
             after = self.config.chunk_context

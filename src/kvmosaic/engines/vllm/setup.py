@@ -6,9 +6,10 @@ from typing import Any
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.discovery import MIN_RUN, Discovery
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
+from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.turns import turn_markers
-from kvmosaic.engines.identity import sink_of
+from kvmosaic.engines.identity import learned_sink, sink_of
 from kvmosaic.engines.vllm.compat.cache import unsupported_cache
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.support import policy_served, unsupported
@@ -20,8 +21,10 @@ class EngineSetup:
 
     config: ChunkCacheConfig
     parser: ChunkTokenParser
+    learned: LearnedSink | None
+    """What chunks are placed behind, where that was learned. Read once: its file may be replaced."""
     sink: tuple[int, ...]
-    """What chunks are computed after."""
+    """What chunks are computed after, or what stands for the tokens of a learned sink."""
     shape: EngineShape
     engine_id: str
     markers: frozenset[int]
@@ -44,12 +47,14 @@ class EngineSetup:
             policy_served(config.policy, model.hf_text_config.num_hidden_layers)
         except ConfigError as error:
             raise config.blame(error) from None
-        shape = EngineShape.of(vllm_config, kv_cache_config, config)
+        learned = learned_sink(config)
+        shape = EngineShape.of(vllm_config, kv_cache_config, config, places_sink=learned is not None)
         tokenizer = load_tokenizer(model)
         return cls(
             config,
             ChunkTokenParser(tokenizer, config.chunk_separator, config.min_chunk_tokens),
-            sink_of(config, model.hf_text_config.bos_token_id, tokenizer),
+            learned,
+            sink_of(config, learned, model.hf_text_config.bos_token_id, tokenizer),
             shape,
             transfer.engine_id,
             turn_markers(tokenizer),

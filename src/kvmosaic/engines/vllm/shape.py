@@ -5,7 +5,6 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.window import reachable_tail
-from kvmosaic.engines.identity import learned_sink
 from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, sliding_window
 from kvmosaic.engines.vllm.support import looks_inside
 
@@ -43,7 +42,9 @@ class EngineShape:
     """Whether what chunks are filled after is learned, so that it is placed and not computed."""
 
     @classmethod
-    def of(cls, vllm_config: Any, kv_cache_config: Any, config: ChunkCacheConfig) -> "EngineShape":
+    def of(
+        cls, vllm_config: Any, kv_cache_config: Any, config: ChunkCacheConfig, *, places_sink: bool = False
+    ) -> "EngineShape":
         size, window = block_size(kv_cache_config), sliding_window(kv_cache_config)
         has_drafts = vllm_config.speculative_config is not None
         # A draft model begins a token before the boundary, and so a block before it.
@@ -61,7 +62,7 @@ class EngineShape:
             has_drafts=has_drafts,
             segment_tokens=-(-segment_tokens(reach) // size) * size,
             window_tail=reach if cuts else None,
-            places_sink=learned_sink(config) is not None,
+            places_sink=places_sink,
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -72,6 +73,10 @@ class EngineShape:
         """Tokens of a context of so many that are computed once for all chunks behind it, as they fill blocks, and
         for each of them."""
         return context - context % self.block_size, context % self.block_size
+
+    def computed_context(self, context: int) -> int:
+        """Tokens of a context of so many that a fill computes: none of a learned sink, which is placed."""
+        return 0 if self.places_sink else context
 
     def is_cut(self, tokens: int) -> bool:
         """Whether an entry of ``tokens`` does not keep all of them in all layers."""

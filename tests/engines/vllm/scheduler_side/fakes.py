@@ -61,7 +61,7 @@ def make_setup(shape: EngineShape, **settings: Any) -> EngineSetup:
     """No tokenizer: requests say where their chunks are."""
     usual = {"miss_policy": "background", "client_parameters": "all"}
     config = load_config(enable_chunk_cache=True, **usual | settings)
-    return EngineSetup(config, ChunkTokenParser(None), SINK, shape, "engine", frozenset({MARKER}))
+    return EngineSetup(config, ChunkTokenParser(None), None, SINK, shape, "engine", frozenset({MARKER}))
 
 
 def boundaries_of(parts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.engines.identity import sink_of
+from kvmosaic.engines.identity import learned_sink, sink_of
 from kvmosaic.engines.vllm.compat.api_server import run_request
 from kvmosaic.engines.vllm.setup import load_tokenizer
 
@@ -125,9 +125,13 @@ class Caretaker:
         with self._lock:
             if self._parser is None:
                 self._tokenizer = load_tokenizer(self._model)
-                self._sink = sink_of(self.config, self._model.hf_text_config.bos_token_id, self._tokenizer)
+                self._sink = self._sink_of(self._tokenizer)
                 self._parser = ChunkTokenParser(self._tokenizer, None, self.config.min_chunk_tokens)
             return self._parser
+
+    def _sink_of(self, tokenizer: Any) -> tuple[int, ...]:
+        learned = learned_sink(self.config)
+        return sink_of(self.config, learned, self._model.hf_text_config.bos_token_id, tokenizer)
 
     def _with_text(self, described: Mapping[str, Any]) -> dict[str, Any]:
         rest = dict(described)

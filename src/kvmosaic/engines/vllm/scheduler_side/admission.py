@@ -55,7 +55,7 @@ class Admission:
     def tokens_to_compute(self, request: ChunkRequest, local: int) -> int:
         """Approximate tokens that are computed to bring what follows the first ``local`` tokens."""
         text, missing, stored = self._shares(request, local)
-        context = len(request.context) if missing and self._fills_first else 0
+        context = self._shape.computed_context(len(request.context)) if missing and self._fills_first else 0
         blended = stored + (missing if self._fills_first else 0)
         return text + context + missing + int(request.ratio * blended)
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from kvmosaic.core.entry import KVFormat
-from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.identity import config_identity, learned_sink, model_name
+from kvmosaic.engines.identity import config_identity, model_name
 from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.compat.weights import loaded_model
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
@@ -97,9 +96,10 @@ class WorkerSide:
             },
             is_first=self.ranks.rank == 0,
         )
-        learned = learned_sink(setup.config)
-        self.cache = self._open_cache(device_pool, kv_format, learned)
-        sink = None if learned is None else sink_entry(learned, self._model, self.forward, self.ranks, kv_format)
+        sink = None
+        if setup.learned is not None:  # before anything is opened: it may be another model's
+            sink = sink_entry(setup.learned, self._model, self.forward, self.ranks, kv_format)
+        self.cache = self._open_cache(device_pool, kv_format)
         self.documents = StoredDocuments(self.cache)
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
         self.fetcher = ChunkFetcher(self.cache.store)
@@ -269,15 +269,13 @@ class WorkerSide:
         self.fetcher.close()
         self.cache.close()
 
-    def _open_cache(
-        self, device_pool: torch.Tensor | None, kv_format: KVFormat, learned: LearnedSink | None
-    ) -> ChunkCache:
+    def _open_cache(self, device_pool: torch.Tensor | None, kv_format: KVFormat) -> ChunkCache:
         model, ranks = self._model, self.ranks
         return ChunkCache(
             self.names.config,
             model_name(model.model),
             sink=self._setup.sink,
-            learned=learned,
+            learned=self._setup.learned,
             fingerprint=lambda length: (
                 self.names.fingerprint
             ),  # vLLM's rotary tables do not depend on a prompt's length

@@ -15,7 +15,8 @@ def sink_entry(
     learned: LearnedSink, model: Any, forward: SparseForward, ranks: Ranks, kv_format: KVFormat
 ) -> ChunkKV:
     """What this rank holds of a learned sink, as an entry at the first positions. Raises :class:`ConfigError` on all
-    ranks if it was learned for another model; ``model`` is vLLM's ``ModelConfig``."""
+    ranks if it was learned for another model, or if ranks read different ones; ``model`` is vLLM's
+    ``ModelConfig``."""
     tokens = witness_tokens(model.get_vocab_size())
     _, v = forward.capture([Run(tokens, 0, forward.kv.free_blocks)])
     problem = None
@@ -23,9 +24,12 @@ def sink_entry(
         learned.check(kv_format, v[-1].transpose(0, 1), ranks.share)
     except ConfigError as error:
         problem = str(error)
-    found = next(filter(None, ranks.gather(problem)), None)
-    if found is not None:
-        raise ConfigError(found)
+    told = ranks.gather((problem, learned.digest))
+    problem = next((found for found, _ in told if found is not None), None)
+    if problem is None and len({digest for _, digest in told}) > 1:
+        problem = "the file of the learned sink was replaced while ranks read it; start the engine again"
+    if problem is not None:
+        raise ConfigError(problem)
     heads = slice(ranks.share.heads.first, ranks.share.heads.last + 1)
     k, v = learned.kv(kv_format.dtype, forward.kv.device, heads)
     key = ChunkKey(content_hash(learned.tokens, ()), len(learned.tokens), "sink", learned.digest, "sink")
