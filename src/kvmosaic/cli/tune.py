@@ -9,8 +9,8 @@ from kvmosaic.cli.corpus import read_corpus
 from kvmosaic.cli.eval import check_file, interruptible
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, progress_bar
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.learned_sink import PREFIX
 from kvmosaic.core.profile import Profile, profile_name, profile_path, read_profile, write_profile
+from kvmosaic.core.sink import LEARNED
 
 if TYPE_CHECKING:  # importing it for real takes seconds
     from kvmosaic.eval.base import Example
@@ -72,7 +72,7 @@ def tune(
     about = {"kl_before": tuned.kl_before, "kl_after": tuned.kl_after, "steps": tuned.steps, "sink": str(path)}
     print_line(
         f"held-out KL at ratio 0: {tuned.kl_before:.4f} with the text, {tuned.kl_after:.4f} with the learned sink\n"
-        f"sink: {path}\nuse it with sink_prefix={PREFIX}{path}" + ("" if output else ", which the profile now says"),
+        f"sink: {path}\nuse it with sink_prefix={LEARNED}{path}" + ("" if output else ", which the profile now says"),
         json,
     )
     if json:
@@ -101,7 +101,7 @@ def _read(paths: list[Path]) -> tuple[list[str], list["Example"], list["Example"
 def _use(model: str, path: Path) -> None:
     """Have engines find the sink by the model's profile, whose other settings stay."""
     known = read_profile(profile_path(model))
-    setting = f"{PREFIX}{path}"
+    setting = f"{LEARNED}{path}"
     if known is None:
         known = Profile(model=profile_name(model), policy="composite", recompute_ratio=0.0, sink_prefix=setting)
     write_profile(known.model_copy(update={"sink_prefix": setting, **dict.fromkeys(MEASURED)}), profile_path(model))

@@ -11,8 +11,6 @@ from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.heads import HeadShare
 
-PREFIX = "learned:"
-"""What the setting ``sink_prefix`` begins with if a file of a learned sink follows."""
 WITNESS_TOKENS = 16
 """Tokens whose values in the last layer tell models apart."""
 WITNESS_TOLERANCE = 0.1

@@ -20,6 +20,8 @@ with one and is needed before one that does not. A chunk that was computed after
 what chunks in a request see: an instruction, other passages, and separators. It then needs no attention sink among
 its own first tokens, and its keys are those of a passage among others, not of the beginning of a text."""
 
+LEARNED = "learned:"
+"""Beginning of the setting ``sink_prefix`` where the file of a learned sink follows."""
 PARAGRAPH = "\n\n"
 """What stands between the passages of the neutral text where no separator is set."""
 

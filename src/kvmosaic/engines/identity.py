@@ -8,9 +8,9 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.learned_sink import PREFIX, LearnedSink
+from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.core.sink import sink_tokens
+from kvmosaic.core.sink import LEARNED, sink_tokens
 from kvmosaic.models.sink_file import load_sink
 
 _WHERE_AND_WHO = ("_name_or_path", "transformers_version")
@@ -31,10 +31,10 @@ def config_identity(config: dict[str, Any]) -> dict[str, Any]:
 def learned_sink(config: ChunkCacheConfig) -> LearnedSink | None:
     """The learned sink of a configuration, if it has one."""
     setting = config.sink_prefix
-    if config.chunk_context == "system" or not setting.startswith(PREFIX):
+    if config.chunk_context == "system" or not setting.startswith(LEARNED):
         return None
     try:
-        return load_sink(setting.removeprefix(PREFIX))
+        return load_sink(setting.removeprefix(LEARNED))
     except ConfigError as error:
         raise config.blame(error) from None
 
@@ -44,7 +44,7 @@ def sink_of(
 ) -> tuple[int, ...]:
     """The sink prefix of a configuration as tokens, or what stands for those of a ``learned`` one; ``tokenizer`` is
     ``None`` where there is none."""
-    if config.sink_prefix.startswith(PREFIX):
+    if config.sink_prefix.startswith(LEARNED):
         return () if learned is None else learned.tokens
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     return tuple(sink_tokens(config.sink_prefix, config.chunk_separator, bos_token_id, encode))
