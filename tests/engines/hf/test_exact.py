@@ -102,7 +102,7 @@ def masked_forward(llm, prompt, mask, positions):
     class Masked(AttentionPlan):
         def visible(self, rule):
             zero = torch.zeros(1, 1, dtype=torch.long)
-            return mask & rule(zero, zero, positions[:, None], positions[None, :])
+            return (mask & rule(zero, zero, positions[:, None], positions[None, :]))[None]
 
     plan = Masked(torch.arange(len(prompt.token_ids)), len(prompt.token_ids))
     plan.is_plain_causal = False
