@@ -70,12 +70,12 @@ class EngineApart:
 
     def receive(self) -> Any:
         """What the next function returned."""
-        assert self._ours.poll(WAIT_SECONDS), f"no answer after {WAIT_SECONDS:g} s: {self._said()}"
+        assert self._ours.poll(WAIT_SECONDS), f"no answer after {WAIT_SECONDS:g} s: {self.said()}"
         try:
             result, error = self._ours.recv()
         except EOFError:
-            raise AssertionError(f"the engine's process is gone: {self._said()}") from None
-        assert error is None, f"{error}{self._said()}"
+            raise AssertionError(f"the engine's process is gone: {self.said()}") from None
+        assert error is None, f"{error}{self.said()}"
         return result
 
     def kill(self) -> None:
@@ -89,7 +89,7 @@ class EngineApart:
         """As a user would."""
         self._ours.close()
         self.process.join(60)
-        assert self.process.exitcode == 0, self._said()
+        assert self.process.exitcode == 0, self.said()
         self._log.unlink()
 
     def __enter__(self) -> "EngineApart":
@@ -102,7 +102,8 @@ class EngineApart:
         elif self.process.is_alive():
             os.killpg(self.pid, signal.SIGKILL)  # with its ranks: one may wait for the other for ever
 
-    def _said(self) -> str:
+    def said(self) -> str:
+        """The end of its log."""
         return f"\n{self._log.read_text(errors='replace')[-4000:]}"
 
 

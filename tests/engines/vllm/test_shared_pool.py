@@ -129,23 +129,21 @@ def test_each_size_serves_what_the_other_computed(tmp_path, tiny_llama, case, ki
     try:
         with EngineApart(tiny_llama, ranks=2, **pooled(pool.url)) as two:
             two.call(settle)
-            _, fate = two.call(ask_twice, case.sets[0])
+            assert two.call(ask_twice, case.sets[0]) == (case.answers[0], FILLED), two.said()
             conversation = two.call(converse, case.openings[0])
-            assert fate == FILLED
             assert two.call(on_ranks, flush) == [("0-1of4L0-2", 0), ("2-3of4L0-2", 0)]
 
             one = start(tiny_llama, **pooled(pool.url))  # finds all that there is when it starts
             settle(one)
-            assert ask_twice(one, case.sets[0]) == (case.answers[0], FROM_POOL)
+            assert ask_twice(one, case.sets[0]) == (case.answers[0], FROM_POOL), two.said()
             assert talk(one, conversation, 8) == (case.turns[0], 2 * PART)
-            _, fate = ask_twice(one, case.sets[1])
+            assert ask_twice(one, case.sets[1]) == (case.answers[1], FILLED)
             conversation = converse(one, case.openings[1])
-            assert fate == FILLED
             assert one.collective_rpc(flush) == [("0-3of4L0-2", 0)]
 
             # This one never heard of these.
             two.call(settle)
-            assert two.call(ask_twice, case.sets[1]) == (case.answers[1], FROM_POOL)
+            assert two.call(ask_twice, case.sets[1]) == (case.answers[1], FROM_POOL), two.said()
             assert two.call(talk, conversation, 8) == (case.turns[1], 2 * PART)
     finally:
         pool.kill()

@@ -27,7 +27,7 @@ def self_test(
     blocks: RequestBlocks,
     ranks: Ranks,
     *,
-    is_sink_placed: bool,
+    is_sink_placed: bool = False,
 ) -> str | None:
     """Why chunks must not be reused, in one line, the same on all ranks; ``None`` when all is well. ``model`` is
     vLLM's ``ModelConfig``, ``context`` the setting ``chunk_context``; ``is_sink_placed``: whether fills come after KV
