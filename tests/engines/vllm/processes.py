@@ -5,6 +5,7 @@ that has imported it and does nothing else, and ranks are forked from their engi
 files and connections.
 """
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -38,11 +39,20 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(IMPORTED)
 
 
+def _take_cores() -> IO[str]:
+    """Wait until no other engine of several ranks is running on this machine; closing the file lets the next one run.
+    Ranks wait for each other by spinning: four of them on two cores take minutes for what two do in seconds."""
+    lock = open(Path(tempfile.gettempdir()) / "kvmosaic-test-ranks.lock", "w")  # noqa: SIM115  # closed by the engine
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
 class EngineApart:
     """An engine in a process of its own, which does with it what it is told to, one thing after the other."""
 
     def __init__(self, model: str, ranks: int = 1, with_cache: bool = True, **settings: Any) -> None:
         """``settings`` are vLLM's and the chunk cache's; those of ``SMALL`` hold besides."""
+        self._cores = _take_cores() if ranks > 1 else None
         descriptor, name = tempfile.mkstemp(prefix="kvmosaic-engine-", suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
@@ -52,7 +62,11 @@ class EngineApart:
         self.process = _forks.Process(target=_serve, args=(theirs, environment, name, model, with_cache, settings))
         self.process.start()
         theirs.close()
-        assert self.receive() == "ready"
+        try:
+            assert self.receive() == "ready"
+        except AssertionError:
+            self._let_go()
+            raise
 
     @property
     def pid(self) -> int:
@@ -82,6 +96,7 @@ class EngineApart:
         """By a signal that leaves it no time for anything."""
         self.process.kill()
         self.process.join(60)
+        self._let_go()
         assert self.process.exitcode == -signal.SIGKILL
         self._log.unlink()
 
@@ -89,6 +104,7 @@ class EngineApart:
         """As a user would."""
         self._ours.close()
         self.process.join(60)
+        self._let_go()
         assert self.process.exitcode == 0, self.said()
         self._log.unlink()
 
@@ -101,6 +117,12 @@ class EngineApart:
             self.stop()
         elif self.process.is_alive():
             os.killpg(self.pid, signal.SIGKILL)  # with its ranks: one may wait for the other for ever
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._cores is not None:
+            self._cores.close()
+            self._cores = None
 
     def said(self) -> str:
         """The end of its log."""
