@@ -106,12 +106,21 @@ class Valkey:
         words = [(f"--{name}", *(str(value).split() or [""])) for name, value in options.items()]
         command = [program, *(part for line in words for part in line)]
         self.server = Process([*command, "--appendfsync", "always", "--logfile", "server.log"], folder, self.port)
+        self._is_persistent = persistent and not tls
 
     def kill(self) -> None:
         self.server.kill()
 
     def start(self) -> None:
+        """It listens before it has read its file, and refuses calls until then."""
         self.server.start()
+        while self._is_persistent and b"LOADING" in self._ping():
+            time.sleep(0.02)
+
+    def _ping(self) -> bytes:
+        with socket.create_connection(("127.0.0.1", self.port), 20) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(100)
 
 
 class Mooncake:
