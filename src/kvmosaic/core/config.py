@@ -101,6 +101,7 @@ class ChunkCacheConfig(BaseSettings):
     """Whether the remote tier stores every KV head by itself, so that engines of all tensor-parallel sizes share."""
     tenant: str = Field("default", min_length=1)
     _profile: Path | None = PrivateAttr(None)
+    _from_profile: frozenset[str] = PrivateAttr(frozenset())
 
     @property
     def disk_budget(self) -> int:
@@ -119,10 +120,12 @@ class ChunkCacheConfig(BaseSettings):
         """What is taken for documents besides those that a request names."""
         return _names(self.chunk_sources, CHUNK_SOURCES)
 
-    def blame(self, error: ConfigError) -> ConfigError:
-        """``error``, about this configuration's policy or sink prefix, with the profile's path if there is one that
-        sets them: what the user never typed cannot be corrected without it."""
-        return error if self._profile is None else broken(self._profile, str(error))
+    def blame(self, error: ConfigError, setting: str = "policy") -> ConfigError:
+        """``error``, about one of these settings, with the profile's path if that is where the setting is from: what
+        the user never typed cannot be corrected without it."""
+        if self._profile is None or setting not in self._from_profile:
+            return error
+        return broken(self._profile, str(error))
 
     @field_validator("chunk_separator")
     @classmethod
@@ -186,8 +189,8 @@ def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
         return config
     logger.info("from the profile %s: %s", profile_path(model), added)
     merged = _make(settings | added)
-    if {"policy", "sink_prefix"} & added.keys():
-        merged._profile = profile_path(model)
+    merged._profile = profile_path(model)
+    merged._from_profile = frozenset(added)
     return merged
 
 

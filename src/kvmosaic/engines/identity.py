@@ -36,7 +36,7 @@ def learned_sink(config: ChunkCacheConfig) -> LearnedSink | None:
     try:
         return load_sink(setting.removeprefix(LEARNED))
     except ConfigError as error:
-        raise config.blame(error) from None
+        raise config.blame(error, "sink_prefix") from None
 
 
 def sink_of(

@@ -94,7 +94,7 @@ class LLM:
             try:
                 learned.check(self._engine.format, self._engine.witness(), self._engine.share)
             except ConfigError as error:
-                raise self.config.blame(error) from None
+                raise self.config.blame(error, "sink_prefix") from None
         self._off_reason = None
         if self.config.self_test:
             after = self.config.chunk_context
