@@ -73,6 +73,12 @@ def not_finite(path):
     save_file(tensors, path, {"kvmosaic_sink_format": "1", "about": ABOUT.model_dump_json()})
 
 
+def other_witness(path):
+    sink = random_sink()
+    tensors = {"k": sink.k, "v": sink.v, "witness": sink.witness[:2]}
+    save_file(tensors, path, {"kvmosaic_sink_format": "1", "about": ABOUT.model_dump_json()})
+
+
 def text(path):
     path.write_text("no sink")
 
@@ -81,7 +87,9 @@ def gone(path):
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [cut_short, other_format, no_about, bad_about, not_finite, text, gone])
+@pytest.mark.parametrize(
+    "damage", [cut_short, other_format, no_about, bad_about, not_finite, other_witness, text, gone]
+)
 def test_what_is_no_sink_is_refused_in_one_line(tmp_path, damage):
     path = tmp_path / "sink"
     save_sink(random_sink(), path)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvmosaic.tune.tune as tuning
-from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.profile import profile_path
 from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.hf import LLM
@@ -127,6 +127,14 @@ def test_a_run_that_gets_worse_writes_nothing(llm, tmp_path, monkeypatch):
 def test_a_sink_that_is_too_long_is_refused(llm, tmp_path):
     with pytest.raises(ConfigError, match="--tokens"):
         tune(llm, material(), [], RECIPE, llm.max_positions, tmp_path / "sink")
+
+
+def test_tables_that_depend_on_the_length_are_refused(tokenizer, tmp_path):
+    """Before anything is computed."""
+    with LLM(make("phi3-longrope", 1), tokenizer, enable_chunk_cache=True, sink_prefix="bos") as longrope:
+        assert longrope.engine.switches_tables
+        with pytest.raises(UnsupportedModelError, match="rotary tables"):
+            tune(longrope, material(), [], replace(RECIPE, max_prompt=256), TOKENS, tmp_path / "sink")
 
 
 def test_ctrl_c_keeps_what_was_done(llm, tmp_path):

@@ -32,7 +32,7 @@ class SinkAbout(BaseModel):
     """What it was learned from."""
     recipe: dict[str, float | int | str] = Field(default_factory=dict)
     kl_before: float
-    """Mean KL to a full prefill on held-out prompts with the text that it began with, nothing recomputed."""
+    """Mean KL to a full prefill on held-out prompts with the default text, nothing recomputed."""
     kl_after: float
     kvmosaic: str
 
@@ -52,6 +52,8 @@ class LearnedSink:
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.v.shape[:3] != self.k.shape[:3] or min(self.k.shape) < 1:
             raise ValueError(f"K is {tuple(self.k.shape)} and V {tuple(self.v.shape)}")
+        if self.witness.shape != (self.k.shape[1], WITNESS_TOKENS, self.v.shape[-1]):
+            raise ValueError(f"its witness is {tuple(self.witness.shape)}")
         if not all(bool(part.isfinite().all()) for part in (self.k, self.v, self.witness)):
             raise ValueError("some of its numbers are not finite")
 

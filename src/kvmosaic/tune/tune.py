@@ -163,8 +163,9 @@ def _max_tokens(llm: LLM, sink: int, most: int) -> int:
     room = min(most, limit - sink)
     if room < MIN_PROMPT:
         raise ConfigError(f"--tokens: {sink} of the sink leave {room} of the model's {limit} positions; choose fewer")
-    if llm.engine.fingerprint(room) is None:
-        raise UnsupportedModelError("the model's rotary table is another one for every length of prompt")
+    if llm.engine.switches_tables or llm.engine.fingerprint(room) is None:
+        # Keys that were learned with one table would be wrong with another.
+        raise UnsupportedModelError("no sink can be learned: the model's rotary tables depend on a prompt's length")
     return room
 
 

@@ -71,6 +71,11 @@ class HFModel:
         return self._weights.digest
 
     @property
+    def switches_tables(self) -> bool:
+        """Whether short and long prompts have different rotary tables (longrope)."""
+        return any(table.may_switch for table in self._tables)
+
+    @property
     def share(self) -> HeadShare:
         """All heads: this engine has one rank."""
         return HeadShare.of_rank(0, 1, self.format.heads, self.format.layers)
