@@ -168,12 +168,13 @@ def _planned(output: Any) -> str:
     work = output.kv_connector_metadata
     loads = [
         f"{load.prompt.question.start - load.start} at {load.ratio:g} by {load.policy or 'none'}"
-        + ("" if load.at_once is None else f", {load.at_once} at once")
+        + (", sliced" if load.is_sliced else "")
         for load in work.loads
     ]
     fills = [str(len(tokens)) for fill in work.fills for _, tokens in fill.chunks]
     fills += [f"slice of {len(work.fill_slice.tokens)}"] if work.fill_slice is not None else []
     parts = [f"vLLM {output.total_num_scheduled_tokens}"]
+    parts += [f"slices of {work.slice_tokens}"] if work.slice_tokens else []
     parts += [f"loads {'; '.join(loads)}"] if loads else []
     parts += [f"fills {' + '.join(fills)}"] if fills else []
     parts += [f"{len(work.prefix_saves)} prefix saves"] if work.prefix_saves else []

@@ -338,8 +338,13 @@ def learnt_costs(llm: LLM) -> Any:
 def add_cost(monkeypatch: pytest.MonkeyPatch, llm: LLM, more: int) -> None:
     """Have every request cost that many tokens more."""
     admission = scheduler_side(llm)._admission
-    count = admission.tokens_to_compute
+    count, cost = admission.tokens_to_compute, admission._load_cost
+
+    def dearer(request: Any, local: int) -> Any:
+        return cost(request, local)._replace(rest=more)
+
     monkeypatch.setattr(admission, "tokens_to_compute", lambda request, local: count(request, local) + more)
+    monkeypatch.setattr(admission, "_load_cost", dearer)
 
 
 def lend_nothing(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -1,7 +1,7 @@
 """What the scheduler's process and the workers' tell each other, once per step."""
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -32,14 +32,14 @@ class ChunkLoad:
     """Whether other requests may find what is stored for this one; not if it came with a ``cache_salt``."""
     fill: bool
     """Whether missing chunks are filled first; else they are computed as ordinary text."""
-    at_once: int | None
-    """Tokens to compute in this step, the others in the following ones; ``None``: all in this step, which goes on
-    with the question."""
+    is_sliced: bool
+    """Whether it is computed over several steps; else all in this step, which goes on with the question."""
 
-    def unless_shared(self) -> "ChunkLoad":
-        """The load, at once if it writes blocks that another request is about to use: not after that request did."""
-        writes_shared = self.at_once is not None and self.start < self.shared_until
-        return replace(self, at_once=self.prompt.question.start) if writes_shared else self
+    @property
+    def writes_shared(self) -> bool:
+        """Whether it writes blocks that another request of this step is about to use. Such a load is not sliced: they
+        have to be written before that request's forward."""
+        return self.start < self.shared_until
 
     def blend_digest(self) -> bytes:
         """Everything that a policy's choice depends on, and, in the content hashes, who may share it."""
@@ -122,6 +122,8 @@ class StepWork(KVConnectorMetadata):
     fetches: list[ChunkFetch] = field(default_factory=list)
     fills: list[ChunkFill] = field(default_factory=list)
     fill_slice: FillSlice | None = None
+    slice_tokens: int = 0
+    """Tokens to compute of each request that is loaded in slices."""
     prefix_loads: list[PrefixLoad] = field(default_factory=list)
     prefix_saves: list[PrefixSave] = field(default_factory=list)
     released: list[str] = field(default_factory=list)

@@ -261,11 +261,11 @@ class Workers:
             assert prefix.blocks == (tuple(tables[prefix.request_id]),)
             self._load_prefix(prefix)
             self.pinned.discard(prefix.request_id)
-        for runs in self.slices.go_on(STEP):
+        for runs in self.slices.go_on(work.slice_tokens):
             self._compute(runs)
         for load in work.loads:
             assert load.blocks == (tuple(tables[load.request_id]),)
-            self._load(load, tables)
+            self._load(load, tables, work.slice_tokens)
             self.pinned.discard(load.request_id)
         if work.fill_slice is not None:
             self._fill_slice(work.fill_slice, tables)
@@ -300,7 +300,7 @@ class Workers:
             assert not set(blocks) & set(table), f"{name} has blocks that are lent"
         self._scribble(blocks)
 
-    def _load(self, load: ChunkLoad, tables: dict[str, list[int]]) -> None:
+    def _load(self, load: ChunkLoad, tables: dict[str, list[int]], slice_tokens: int) -> None:
         self.loads += 1
         stream, blocks, question = self.streams[load.request_id], load.blocks[0], load.prompt.question.start
         assert load.start % BLOCK == 0
@@ -312,11 +312,11 @@ class Workers:
                 self.put(digest, "host")
         self._read(f"load of {load.request_id}", stream.labels, blocks, load.start)
         run = Run(range(load.start, question), load.start, load.blocks)
-        if load.at_once is None:
+        if not load.is_sliced:
             self._write(stream.labels, blocks, load.start, question)
             return
         self._loading[load.request_id] = load
-        self._compute(self.slices.begin(load.request_id, [run], load.at_once))
+        self._compute(self.slices.begin(load.request_id, [run], None if load.writes_shared else slice_tokens))
 
     def _compute(self, runs: Sequence[Run]) -> None:
         for run in runs:

@@ -295,14 +295,14 @@ def test_the_lengths_these_tests_count_with():
 @pytest.mark.parametrize(
     ("policy", "gap", "is_plain"),
     [
-        ("composite", 30, False),
-        ("composite", 80, True),
+        ("composite", 32, False),
+        ("composite", 33, True),
         ("sink-link", 80, False),
         ("kv-deviation(layers=0)", 10, False),
         ("kv-deviation(layers=2)", 10, True),
     ],
 )
-def test_a_choice_that_takes_more_than_a_step_is_not_made_while_others_wait(policy, gap, is_plain):
+def test_a_choice_that_takes_more_than_half_a_step_is_not_made_while_others_wait(policy, gap, is_plain):
     """Text before the question is computed first, in one go, and chunks through some layers."""
     chunks = [text(1, 40), text(2, 40)]
     for is_alone in (True, False):

@@ -106,7 +106,7 @@ def test_a_need_that_the_pool_cannot_meet_is_left_out(free, expected):
 
 
 def test_blocks_of_several_requests_are_not_the_same_and_all_come_back():
-    side = stored()
+    side = stored(shape={"step_tokens": 256})
     requests = [
         side.add(make_request(name, SYSTEM, FIRST, SECOND, text(9, 100), recompute_ratio=0.01)) for name in "ab"
     ]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvmosaic.engines.vllm.messages import Line
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, text
 
 HALF = {"recompute_ratio": 0.5, "policy": "random"}
@@ -25,11 +26,27 @@ def admitted(side, name, **params):
     return matched
 
 
-def test_a_step_has_room_for_as_many_tokens_as_vllm_computes_in_one():
-    side = stored()
+def test_a_step_has_room_for_half_as_many_tokens_as_vllm_computes_in_one():
+    side = stored(shape={"step_tokens": 2 * STEP})
     assert [admitted(side, name) for name in "abcd"] == [100, 100, 100, None]  # 20 tokens each, of 64
     side.step()
     assert admitted(side, "e") == 100
+
+
+@pytest.mark.parametrize(
+    ("params", "costs", "count"),
+    [
+        ({}, {"remap": Line(0, 0.25)}, 1),  # 80 tokens are placed in the time of 20
+        ({}, {"remap": Line(5, 0)}, 2),
+        ({}, {"probe": Line(20, 0)}, 3),  # nothing is chosen
+        ({"recompute_ratio": 0.1, "policy": "composite"}, {"probe": Line(5, 0)}, 1),
+        ({"recompute_ratio": 0.1, "policy": "random"}, {"probe": Line(5, 0)}, 2),
+    ],
+)
+def test_placing_and_choosing_take_room_as_they_were_measured(params, costs, count):
+    side = stored(shape={"step_tokens": 2 * STEP})
+    side.report(costs={"blend": Line(0, 1), "remap": Line(0, 0), **costs})
+    assert [admitted(side, name, **params) for name in "abcd"] == [100] * count + [None] * (4 - count)
 
 
 def test_a_request_that_the_step_has_no_room_for_comes_with_the_next():
@@ -50,7 +67,7 @@ def test_the_first_request_of_a_step_is_admitted_whatever_its_size():
 
 
 def test_room_is_taken_by_those_that_got_blocks_not_by_those_that_asked():
-    side = stored()
+    side = stored(shape={"step_tokens": 2 * STEP})
     for name in "abcde":
         assert side.matched(side.add(ask_about(FIRST, SECOND, name=name, **HALF))) == 100
 
@@ -73,22 +90,31 @@ def running(**settings):
 
 
 @pytest.mark.parametrize(
-    ("params", "expected"),
+    ("params", "slice_tokens"),
     [
-        ({"recompute_ratio": 0.0}, None),
-        (HALF, None),
-        (ALL, STEP),
-        ({"recompute_ratio": 0.5, "policy": "composite"}, STEP // 2),  # which also asks the question
-        ({"recompute_ratio": 0.1, "policy": "composite"}, None),
+        ({"recompute_ratio": 0.0}, 0),
+        (HALF, 0),
+        (ALL, 127),  # and a token of the other's
+        ({"recompute_ratio": 0.5, "policy": "composite"}, 107),  # which has the system prompt computed first
+        ({"recompute_ratio": 0.1, "policy": "composite"}, 0),
     ],
 )
-def test_what_takes_longer_than_a_step_is_loaded_in_slices_while_others_run(params, expected):
-    side = running(miss_policy="fill-first")
+def test_what_takes_longer_than_half_a_step_is_loaded_in_slices_while_others_run(params, slice_tokens):
+    side = running(miss_policy="fill-first", shape={"step_tokens": 2 * STEP})
     request = side.add(ask_about(FIRST, SECOND, **params))
-    assert side.ask(request) == (100, expected is not None)
+    assert side.ask(request) == (100, slice_tokens > 0)
     side.give(request, 100)
-    [load] = side.run().loads
-    assert load.at_once == expected
+    work = side.run()
+    assert (work.loads[0].is_sliced, work.slice_tokens) == (slice_tokens > 0, slice_tokens)
+
+
+def test_slices_are_what_vllm_leaves_of_a_step_and_a_quarter_at_least():
+    side = running(miss_policy="fill-first")
+    request = in_slices(side)
+    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 48, 49, 64)] == [63, 44, 16, 16, 16]
+    side.scheduler.loaded(["request"])
+    assert side.run().slice_tokens == 0
+    side.scheduler.finished(request)
 
 
 def test_alone_it_is_loaded_at_once():
@@ -97,7 +123,7 @@ def test_alone_it_is_loaded_at_once():
     assert side.ask(request) == (100, False)
     side.give(request, 100)
     [load] = side.step().loads
-    assert load.at_once is None
+    assert not load.is_sliced
 
 
 def test_it_is_alone_again_when_the_others_are_finished():
@@ -154,14 +180,16 @@ def test_after_a_preemption_it_may_be_loaded_in_slices_again():
     assert side.ask(request) == (100, True)
     side.give(request, 100)
     [load] = side.run().loads
-    assert load.at_once == STEP
+    assert load.is_sliced
 
 
-def test_while_one_is_loaded_in_slices_steps_are_full():
+def test_while_one_is_loaded_in_slices_steps_have_room_for_a_quarter():
     side = running(miss_policy="fill-first")
     in_slices(side, "a")
-    for _ in range(3):
-        assert admitted(side, "b") is None
+    for number in range(3):
+        assert admitted(side, f"long {number}") is None
+        request = side.add(ask_about(FIRST, SECOND, name=f"short {number}"))
+        assert side.begin(request, 16)[0] == 84  # four tokens of the system prompt are computed
         side.run()
     side.scheduler.loaded(["a"])
     assert admitted(side, "b") == 100

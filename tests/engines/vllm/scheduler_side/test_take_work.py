@@ -7,7 +7,7 @@ import pytest
 from kvmosaic.engines.vllm.compat.scheduling import Step
 from kvmosaic.engines.vllm.messages import ChunkLoad, RankReport, StepReport, StepWork
 from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
-from tests.engines.vllm.scheduler_side.fakes import BLOCK, FIRST, SECOND, STEP, Side, ask_about, make_request, text
+from tests.engines.vllm.scheduler_side.fakes import BLOCK, FIRST, SECOND, Side, ask_about, make_request, text
 
 
 def load_beside(writes, local=64, *, is_sliced=False, **params):
@@ -63,12 +63,12 @@ def test_the_requests_own_forward_in_the_step_does_not_count_as_writing_its_pref
     assert load.start == 64
 
 
-def test_a_load_that_writes_what_others_are_about_to_use_is_not_sliced():
+def test_a_load_says_whether_it_writes_what_others_are_about_to_use():
     everything = {"recompute_ratio": 1.0}
     whole = load_beside((64, 64), local=0, is_sliced=True, **everything)
-    assert whole.at_once == STEP
+    assert (whole.is_sliced, whole.writes_shared) == (True, False)
     shared = load_beside((16, 32), local=32, is_sliced=True, **everything)
-    assert (shared.start, shared.at_once) == (16, 100)
+    assert (shared.start, shared.is_sliced, shared.writes_shared) == (16, True, True)
 
 
 def test_work_is_handed_out_once():
@@ -100,7 +100,7 @@ def test_a_load_says_all_the_worker_needs():
         spare=(),
         is_findable=True,
         fill=True,
-        at_once=None,
+        is_sliced=False,
     )
 
 

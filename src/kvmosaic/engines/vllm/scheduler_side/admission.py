@@ -1,5 +1,7 @@
 """Which requests are put together from chunks, and how much of that fits into a step."""
 
+from typing import NamedTuple
+
 from kvmosaic.blend import policy_named
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.results import Fallback
@@ -14,6 +16,13 @@ FILL_SHARE = 0.5
 """Share of the time of a full prefill step that a step may fill in the background."""
 LEAST_FILL_SHARE = 0.125
 """Share of a step's tokens that it may fill however long that takes, or nothing would ever be filled."""
+LOAD_SHARE = 0.5
+"""Share of a full prefill step's time that a step may spend on loads, whatever vLLM computes in it."""
+LEAST_SLICE_SHARE = 0.25
+"""Share of a step's tokens that a request in slices computes, whatever else the step does."""
+LONGEST_STEP = 1.5
+"""Time that a step is planned to take at most, in full prefill steps. Predictions err, and nobody is to wait for
+two."""
 
 
 class Judge:
@@ -35,6 +44,15 @@ class Judge:
         return True
 
 
+class _LoadCost(NamedTuple):
+    """What loading a request takes, in tokens whose prefill takes as long."""
+
+    first: int
+    """What its first step does in any case: it fills, places entries and chooses."""
+    rest: int
+    """What can be left to later steps: it computes tokens."""
+
+
 class Admission:
     """Predicts what reuse costs, from what ranks measured and the mirror knows, and keeps steps short."""
 
@@ -46,7 +64,9 @@ class Admission:
         """What each rank measured."""
         self._judge = Judge()
         self._tokens_in_step = 0
-        """Approximate tokens that the coming step computes for chunks, beside vLLM's own."""
+        """What the loads of the coming step take, slices aside, in tokens whose prefill takes as long."""
+        self._has_slices = False
+        """Whether the coming step computes a slice of a request."""
 
     def measured(self, rank: int, costs: dict[str, Line]) -> None:
         """A rank reports what stages take."""
@@ -60,14 +80,38 @@ class Admission:
         return text + context + missing + int(request.ratio * blended)
 
     def choice_is_long(self, request: ChunkRequest, local: int) -> bool:
-        """Whether choosing what is recomputed takes more than a step: a policy that looks at the prompt has all text
-        and missing chunks computed before it does, in one go, and some all chunks through some layers."""
-        if not request.is_probed:
-            return False
+        """Whether choosing what is recomputed takes more of a step than loads may: a policy that looks at the prompt
+        has all text and missing chunks computed before it does, in one go, and some all chunks through some
+        layers."""
+        return request.is_probed and self._tokens_to_choose(request, local) > LOAD_SHARE * self._shape.step_tokens
+
+    def _tokens_to_choose(self, request: ChunkRequest, local: int) -> int:
         text, missing, stored = self._shares(request, local)
         layers = policy_named(request.policy).chunk_layers
-        looked_at = stored * layers // self._shape.num_layers
-        return text + missing + looked_at > self._shape.step_tokens
+        return text + missing + stored * layers // self._shape.num_layers
+
+    def _load_cost(self, request: ChunkRequest, local: int) -> _LoadCost:
+        text, missing, stored = self._shares(request, local)
+        filled = missing if self._fills_first else 0
+        first = filled + (self._shape.computed_context(len(request.context)) if filled else 0)
+        rest = text + missing - filled + int(request.ratio * (stored + filled))
+        if request.is_probed:  # text is computed twice: before the choice, and behind what is chosen
+            first += self._tokens_to_choose(request, local) - filled
+        return _LoadCost(first + self._tokens_in(self._seconds_beside(request, local, stored + filled)), rest)
+
+    def _seconds_beside(self, request: ChunkRequest, local: int, placed: int) -> float:
+        """What a load takes besides computing tokens, as far as that was measured."""
+        seconds = self._seconds("remap", placed) if self._is_measured("remap") else 0.0
+        if request.is_probed and self._is_measured("probe"):
+            seconds += self._seconds("probe", request.prompt.question.start - local)
+        return seconds
+
+    def _tokens_in(self, seconds: float) -> int:
+        """Tokens whose prefill takes as long."""
+        if not self._is_measured("blend"):
+            return 0
+        full = self._seconds("blend", self._shape.step_tokens)
+        return int(seconds / full * self._shape.step_tokens) if full > 0 else 0
 
     def _shares(self, request: ChunkRequest, local: int) -> tuple[int, int, int]:
         """Of the tokens between the first ``local`` and the question: those in no chunk, in missing chunks, in stored
@@ -101,37 +145,50 @@ class Admission:
         would_save = text + int(request.ratio * (missing + stored)) < ahead
         return Fallback.NOT_STORED if saves_nothing and would_save else Fallback.SLOWER
 
-    def first_slice(self, request: ChunkRequest, local: int) -> int | None:
-        """Tokens to compute in the first step, where all of them would take longer than a step; else ``None``."""
-        # Asking the question takes about as long as computing half a step's tokens.
-        room = self._shape.step_tokens // 2 if request.is_probed else self._shape.step_tokens
-        return room if self.tokens_to_compute(request, local) > room else None
+    def is_long(self, request: ChunkRequest, local: int) -> bool:
+        """Whether loading a request takes so much of a step that it is done in slices, over several steps."""
+        return sum(self._load_cost(request, local)) > LOAD_SHARE * self._shape.step_tokens
 
     def has_room(self, request: ChunkRequest, local: int) -> bool:
         """Whether the coming step has room for a request beside those it has: others' decoding must not wait for many
         blends at once."""
-        if not self._tokens_in_step:
+        if not self._tokens_in_step and not self._has_slices:
             return True
-        room = self._shape.step_tokens - self._tokens_in_step
+        room = LOAD_SHARE * self._shape.step_tokens - self._tokens_in_step
+        room -= self._least_slice if self._has_slices else 0
         # vLLM asks about all that wait in every step; what was too much stays so until the request has its turn.
         if request.needed is not None and request.needed[0] == local and request.needed[1] > room:
             return False
-        request.needed = local, self.tokens_to_compute(request, local)
+        request.needed = local, sum(self._load_cost(request, local))
         return request.needed[1] <= room
 
     def admit(self, request: ChunkRequest, local: int) -> None:
-        """The coming step loads a request."""
-        self._tokens_in_step += self.tokens_to_compute(request, local)
+        """The coming step loads a request, or begins to, if it is in slices."""
+        cost = self._load_cost(request, local)
+        self._tokens_in_step += cost.first if request.is_in_slices else sum(cost)
+        self._has_slices |= request.is_in_slices
 
-    def begin_step(self, *, is_full: bool) -> None:
-        """The next step is planned from here on; it is full while requests are loaded in slices."""
-        self._tokens_in_step = self._shape.step_tokens if is_full else 0
+    def begin_step(self, *, has_slices: bool) -> None:
+        """The next step is planned from here on."""
+        self._tokens_in_step = 0
+        self._has_slices = has_slices
+
+    def slices_are_done(self) -> None:
+        """No request is in slices any more."""
+        self._has_slices = False
+
+    def slice_tokens(self, scheduled: int) -> int:
+        """Tokens that a step computes of each request in slices, if vLLM computes ``scheduled`` in it."""
+        return max(self._least_slice, self._shape.step_tokens - scheduled - self._tokens_in_step)
 
     def tokens_to_fill(self, scheduled: int) -> int:
-        """Tokens that a step may compute to fill chunks in the background, of which vLLM computes ``scheduled``. With
-        these and with what it loads, it computes no more than two full steps would: then nobody waits longer."""
-        left = 2 * self._shape.step_tokens - scheduled - self._tokens_in_step
-        return max(0, min(left, self.tokens_worth_filling()))
+        """Tokens that a step may compute to fill chunks in the background, if vLLM computes ``scheduled`` in it."""
+        taken = scheduled + self._tokens_in_step + (self.slice_tokens(scheduled) if self._has_slices else 0)
+        return max(0, min(int(LONGEST_STEP * self._shape.step_tokens) - taken, self.tokens_worth_filling()))
+
+    @property
+    def _least_slice(self) -> int:
+        return max(1, int(LEAST_SLICE_SHARE * self._shape.step_tokens))
 
     def tokens_worth_filling(self) -> int:
         """Tokens that take a share of a full step's time to fill."""

@@ -46,10 +46,10 @@ class ChunkRequest:
     """Chunks that it waits for the background to fill; ``None`` before anybody looked."""
     filled: frozenset[bytes] = frozenset()
     """Chunks that the background was asked to fill for it, before it began."""
-    at_once: int | None = None
-    """Tokens to compute in the step in which it gets its blocks, if it is to be loaded in slices."""
+    is_long: bool = False
+    """Whether it is to be loaded in slices, over several steps."""
     is_in_slices: bool = False
-    """Whether it got its blocks so, and will get some more when all slices are done."""
+    """Whether it got its blocks for that; it gets some more when all slices are done."""
     is_stale: bool = False
     """Whether weights changed since it came: KV that vLLM has of it may be that of the old ones."""
     report: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class ChunkRequest:
             spare=spare,
             is_findable=is_findable,
             fill=fill,
-            at_once=self.at_once,
+            is_sliced=self.is_long,
         )
 
     def wait_for(self, ranks: int) -> None:

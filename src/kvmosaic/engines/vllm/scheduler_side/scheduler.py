@@ -111,7 +111,7 @@ class ChunkScheduler:
             logger.exception("request %s cannot be planned", shown_id(request.request_id))
             self.stats.failed("schedule")
         if ours is not None and ours.begins_inside(local):  # then the rest has to become what it was
-            ours.at_once = None
+            ours.is_long = False
             return max(0, ours.prompt.question.start - local), False
         self.give_up(request)
         return 0, False
@@ -125,8 +125,8 @@ class ChunkScheduler:
         if isinstance(matched, Fallback):
             return self._serve_plainly(ours, local, matched), False
         # Alone, it is computed at once.
-        ours.at_once = self._admission.first_slice(ours, local) if matched and not is_alone else None
-        return matched, ours.at_once is not None
+        ours.is_long = bool(matched) and not is_alone and self._admission.is_long(ours, local)
+        return matched, ours.is_long
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """The request got its blocks: have it loaded in the coming step, or from then on."""
@@ -163,7 +163,7 @@ class ChunkScheduler:
             spare = self._lender.lend(request, local, len(ids[0]))
         fill = self._config.miss_policy == "fill-first"
         self._work.loads.append(request.load(local, ids, spare, fill=fill, is_findable=is_findable))
-        if request.at_once is not None:
+        if request.is_long:
             request.is_in_slices = True
             self._in_slices.add(request.request_id)
         with self.stats.doing_without("counting a step's tokens"):
@@ -182,13 +182,14 @@ class ChunkScheduler:
                 step, self._pool, self._admission.tokens_to_fill(step.total_tokens), is_full=bool(self._in_slices)
             )
         self._lender.take_back()
-        self._admission.begin_step(is_full=bool(self._in_slices))
+        self._work.slice_tokens = self._admission.slice_tokens(step.total_tokens) if self._in_slices else 0
+        self._admission.begin_step(has_slices=bool(self._in_slices))
         with self.stats.doing_without("saving prefixes"):
             self._work.prefix_saves = self.prefixes.due(step, self._tables)
         work, self._work = self._work, StepWork(engine_id=self._work.engine_id, weights=self._work.weights)
         if work.loads or work.prefix_loads:
             unwritten = self._tables.written_by(step)
-            work.loads = [self._tables.start_before(unwritten, load).unless_shared() for load in work.loads]
+            work.loads = [self._tables.start_before(unwritten, load) for load in work.loads]
             # Workers load prefixes first, so blocks that are loaded with chunks are not there yet, either.
             for load in work.loads:
                 unwritten.update(load.blocks[0][load.start // self._shape.block_size :])
@@ -238,7 +239,7 @@ class ChunkScheduler:
         """These were loaded in slices, and can go on."""
         self._in_slices.difference_update(request_ids)
         if not self._in_slices:
-            self._admission.begin_step(is_full=False)
+            self._admission.slices_are_done()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request is over, or was aborted. What happened to its chunks, if it wants to know."""

@@ -44,7 +44,6 @@ class ChunkLoader:
         bringer: Bringer,
         blender: Blender,
         *,
-        step_tokens: int,
         timer: StageTimer,
         stats: ChunkStats,
     ) -> None:
@@ -53,30 +52,30 @@ class ChunkLoader:
         self._ranks = ranks
         self._bringer = bringer
         self._blender = blender
-        self._step_tokens = step_tokens
         self._timer = timer
         self._stats = stats
         self.slices = Slices()
         """What later steps are to compute."""
 
-    def load(self, loads: Sequence[ChunkLoad]) -> None:
-        """Bring positions ``load.start`` up to the question of each request into its blocks, after another slice of
-        what earlier steps left. If that fails for a request, on any rank, it is prefilled as plain vLLM would."""
+    def load(self, loads: Sequence[ChunkLoad], slice_tokens: int) -> None:
+        """Bring positions ``load.start`` up to the question of each request into its blocks, after the next
+        ``slice_tokens`` of what earlier steps left. If that fails for a request, on any rank, it is prefilled as
+        plain vLLM would."""
         if not loads and not self.slices:
             return
         with self._timer.stage("load"):
-            due = [_Due(runs) for runs in self.slices.go_on(self._step_tokens)]
+            due = [_Due(runs) for runs in self.slices.go_on(slice_tokens)]
             for load in loads:
-                due = self._assemble(load, due)
+                due = self._assemble(load, due, slice_tokens)
             self._compute(due)
 
-    def _assemble(self, load: ChunkLoad, before: list[_Due]) -> list[_Due]:
+    def _assemble(self, load: ChunkLoad, before: list[_Due], slice_tokens: int) -> list[_Due]:
         """Put in place what the store can give of a request. Returns what is left to compute of this one and of those
         ``before`` it in the step."""
         with ExitStack() as pins:
             brought = self._bringer.bring(load, pins)
             if brought is None:
-                return [*before, self._whole(load, Fallback.LOAD_ERROR)]
+                return [*before, self._whole(load, Fallback.LOAD_ERROR, slice_tokens)]
             fresh = self._fresh(load, brought.spans)
             mine = _Due(_runs(load, fresh), brought.system_remainder)
             blend = self._blender.prepare(load, brought.moves)
@@ -88,7 +87,7 @@ class ChunkLoader:
             blended = None if blend is None else self._blender.choose(blend)
             if blend is None or blended is None:
                 self._stats.failed("choose")
-                return [*before, self._whole(load, Fallback.ERROR)]
+                return [*before, self._whole(load, Fallback.ERROR, slice_tokens)]
             wanted = np.zeros_like(fresh)
             wanted[blended] = True
             wanted &= ~fresh
@@ -99,13 +98,13 @@ class ChunkLoader:
             # Text behind a changed token was computed before it, to choose; it has to see what that became.
             changed = blend.probe.first_changed(blended)
             wanted[changed:] |= fresh[changed:]
-        return [*before, self._first_slice(load, _Due(_runs(load, wanted), mine.system_remainder))]
+        return [*before, self._first_slice(load, _Due(_runs(load, wanted), mine.system_remainder), slice_tokens)]
 
-    def _whole(self, load: ChunkLoad, reason: Fallback) -> _Due:
+    def _whole(self, load: ChunkLoad, reason: Fallback, slice_tokens: int) -> _Due:
         """All of a request, as plain vLLM would compute it: whatever stands in its blocks is written again. That is
         not left to vLLM (``get_block_ids_with_load_errors``): 0.26's V2 runner would go on with the bad blocks."""
         self._stats.count_alike("fallbacks", reason)
-        return self._first_slice(load, _Due(_runs(load, self._fresh(load, []))))
+        return self._first_slice(load, _Due(_runs(load, self._fresh(load, []))), slice_tokens)
 
     def _count(self, load: ChunkLoad, brought: Brought, fresh: np.ndarray, recomputed: int) -> None:
         moved = sum(at + len(entry.tokens) - max(at, load.start) for entry, at in brought.moves)
@@ -113,15 +112,15 @@ class ChunkLoader:
         self._stats.count_alike("tokens", "recomputed", recomputed)
         self._stats.count_alike("tokens", "reused", moved - recomputed)
 
-    def _first_slice(self, load: ChunkLoad, mine: _Due) -> _Due:
+    def _first_slice(self, load: ChunkLoad, mine: _Due, slice_tokens: int) -> _Due:
         """What of a request this step computes; later ones compute the rest."""
-        if load.at_once is None:
+        if not load.is_sliced:
             return mine
-        room = load.at_once
-        if mine.system_remainder is not None:
-            # It is to be stored when this step is through.
-            room = max(room, mine.system_remainder.span.end - mine.runs[0].start)
-        return _Due(self.slices.begin(load.request_id, mine.runs, room), mine.system_remainder)
+        now = self.slices.begin(load.request_id, mine.runs, None if load.writes_shared else slice_tokens)
+        remainder = mine.system_remainder
+        if remainder is not None and remainder.span.end > now[0].end:
+            remainder = None  # only what one step computes can be stored; another request will
+        return _Due(now, remainder)
 
     def _fresh(self, load: ChunkLoad, brought: Sequence[Span]) -> np.ndarray:
         """The tokens before the question that no entry brought, ``[tokens]`` bool."""

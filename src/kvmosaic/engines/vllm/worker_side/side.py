@@ -119,7 +119,6 @@ class WorkerSide:
                 stats=self.stats,
             ),
             self.blender,
-            step_tokens=self.forward.step_tokens,
             timer=self.timer,
             stats=self.stats,
         )
@@ -174,7 +173,8 @@ class WorkerSide:
         for prefix in work.prefix_loads:
             self.prefixes.load(prefix)
             self.fetcher.release(prefix.request_id)
-        self.loader.load([replace(load, is_findable=False) for load in work.loads] if is_stale else work.loads)
+        loads = [replace(load, is_findable=False) for load in work.loads] if is_stale else work.loads
+        self.loader.load(loads, work.slice_tokens)
         for load in work.loads:
             self.fetcher.release(load.request_id)
         if not is_closed:

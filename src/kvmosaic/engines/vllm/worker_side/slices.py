@@ -16,9 +16,9 @@ class Slices:
         """Whether anything is left."""
         return bool(self._left)
 
-    def begin(self, request_id: str, runs: list[Run], room: int) -> list[Run]:
-        """The first ``room`` tokens of a request's runs; the others are kept."""
-        now, later = cut(runs, room)
+    def begin(self, request_id: str, runs: list[Run], room: int | None) -> list[Run]:
+        """The first ``room`` tokens of a request's runs, or all of them; the others are kept."""
+        now, later = (runs, []) if room is None else cut(runs, room)
         if later:
             self._left[request_id] = later
         else:
