@@ -1,5 +1,6 @@
 """Entries as files: paths, checksums, damage, foreign files."""
 
+import errno
 import os
 import shutil
 import time
@@ -18,6 +19,7 @@ from store_helpers import make_entry, same
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store import ChunkStorageManager, CorruptEntryError, DiskTier, HostTier, MissReason
+from kvmosaic.store.files import READS_ATTRIBUTE
 from kvmosaic.store.seal import Seal
 from kvmosaic.store.tiers.disk import entry_path
 
@@ -89,6 +91,32 @@ def test_a_start_lists_entries_of_any_heads(tmp_path: Path, heads: str) -> None:
     entry = replace(entry, key=replace(entry.key, heads=heads))
     DiskTier(tmp_path, 10**6).put(entry)
     assert [info.key for info in DiskTier(tmp_path, 10**6).scan()] == [entry.key]
+
+
+def test_files_keep_how_often_engines_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tool = DiskTier(tmp_path, PLENTY, counts_reads=True), DiskTier(tmp_path, PLENTY)
+    engine.put(ENTRY)
+    probe = tmp_path / "probe"
+    probe.touch()
+    try:
+        os.setxattr(probe, READS_ATTRIBUTE, b"1")
+    except OSError:
+        pytest.skip("this filesystem has no extended attributes")
+    for reads in range(3):
+        assert [info.hits for info in tool.scan()] == [reads]
+        assert engine.get(ENTRY.key) is not None
+        assert tool.get(ENTRY.key) is not None
+    for foreign in (b"many", b"9" * 5000):
+        os.setxattr(tmp_path / entry_path(ENTRY.key), READS_ATTRIBUTE, foreign[:3000])
+        assert engine.get(ENTRY.key) is not None
+        assert len(list(engine.scan())) == 1
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no such attributes")
+
+    monkeypatch.setattr(os, "getxattr", fail)
+    assert engine.get(ENTRY.key) is not None
+    assert [info.hits for info in tool.scan()] == [None]
 
 
 def test_room_is_made_for_the_whole_file(tmp_path: Path) -> None:

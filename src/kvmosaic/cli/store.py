@@ -75,7 +75,7 @@ def ls(
     total, now = sum(entry.nbytes for entry in entries), time.time()
     print_table(
         f"{len(entries)} entries, {total / 2**20:.1f} MiB",
-        ("hash", "kind", "tenant", "model", "format", "heads", "tokens", "MiB", "age"),
+        ("hash", "kind", "tenant", "model", "format", "heads", "tokens", "MiB", "age", "reads"),
         (
             (
                 key.content_hash.hex(),
@@ -87,6 +87,7 @@ def ls(
                 key.num_tokens,
                 f"{entry.nbytes / 2**20:.2f}",
                 _age(entry, now),
+                "–" if entry.hits is None else entry.hits,
             )
             for entry in entries
             for key in (entry.key,)
@@ -101,7 +102,7 @@ def ls(
                 "bytes": entry.nbytes,
                 "kind": entry.kind,
                 "stored_at": entry.since,
-                "hits": entry.hits,
+                "reads": entry.hits,
             }
             for entry in entries
         ]

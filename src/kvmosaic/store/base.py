@@ -56,7 +56,7 @@ class EntryInfo(NamedTuple):
     since: float | None = None
     """When it was stored, as far as is known, in seconds since 1970."""
     hits: int | None = None
-    """Lookups of this process that found it; a tier does not count them."""
+    """Number of lookups of this process that found it. From a tier: of reads by engines, where the tier counts."""
     kind: EntryKind | None = None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from kvmosaic.core.entry import ChunkKV, EntryKind
 from kvmosaic.core.key import ChunkKey
@@ -24,6 +25,8 @@ WORTH_THREADS = 2 * 2**20
 """Bytes of an entry that is read by several threads."""
 NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR)
 """What systems say to a symbolic link, a socket, a device without a driver."""
+READS_ATTRIBUTE = "user.kvmosaic.reads"
+"""Extended attribute of a file with the number of times that engines read it."""
 _THREADS = Threads()
 
 
@@ -99,22 +102,52 @@ def write_entry(folder: int, name: str, entry: ChunkKV, seal: Seal) -> int:
         os.close(descriptor)
 
 
-def read_key(folder: int, name: str) -> tuple[ChunkKey, EntryKind | None]:
-    """The key a file says it holds, and what for, from its header alone; also checks that the file has its full
-    size."""
+class Label(NamedTuple):
+    """What a file says of its entry, without the entry itself."""
+
+    key: ChunkKey
+    kind: EntryKind | None
+    reads: int | None
+    """Number of times that engines read it; ``None`` where the filesystem cannot keep that."""
+
+
+def read_label(folder: int, name: str) -> Label:
+    """The label of a file, from its header alone. Also checks that the file has its full size."""
     with opened(folder, name) as descriptor:
         try:
             header = read_header(_File(descriptor))
-            return ChunkKey.parse(header.fields["key"]), header.kind
+            return Label(ChunkKey.parse(header.fields["key"]), header.kind, _reads(descriptor))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptEntryError(f"unreadable header: {repr(error)[:500]}") from error
 
 
-def read_entry(folder: int, name: str, key: ChunkKey, check: EntryCheck) -> ChunkKV:
-    """Read and verify the entry of ``key``; raises :class:`CorruptEntryError` if anything differs."""
+def read_entry(folder: int, name: str, key: ChunkKey, check: EntryCheck, *, is_counted: bool) -> ChunkKV:
+    """Read and verify the entry of ``key``; raises :class:`CorruptEntryError` if anything differs. ``is_counted``:
+    add one to the file's number of reads."""
     with opened(folder, name) as descriptor:
         decoded = decode_from(_File(descriptor), str(key), check)
+        if is_counted:
+            _count_read(descriptor)
     return decoded.entry(key, decoded.kv)
+
+
+def _reads(descriptor: int) -> int | None:
+    try:
+        return int(os.getxattr(descriptor, READS_ATTRIBUTE)[:20])
+    except ValueError:  # somebody else's text
+        return None
+    except OSError as error:
+        return 0 if error.errno == errno.ENODATA else None
+    except AttributeError:  # not every system's Python has extended attributes
+        return None
+
+
+def _count_read(descriptor: int) -> None:
+    """Two processes may count one read of two at the same time; the number is for people."""
+    reads = _reads(descriptor)
+    if reads is not None:
+        with suppress(OSError):  # a filesystem that is mounted for reading
+            os.setxattr(descriptor, READS_ATTRIBUTE, str(reads + 1).encode())
 
 
 class _File:

@@ -37,7 +37,7 @@ def open_store(
     if config.disk_path is not None:
         try:
             tenant = None if config.tenant_quota is None else config.tenant
-            place = DiskTier(config.disk_path.expanduser(), config.disk_budget, tenant, check)
+            place = DiskTier(config.disk_path.expanduser(), config.disk_budget, tenant, check, counts_reads=True)
             disk = GuardedTier(place, f"the disk tier in {config.disk_path}")
             with suppress(TierDownError):  # it hangs, and may come back
                 disk.prepare()

@@ -14,12 +14,12 @@ from urllib.parse import quote
 
 import xxhash
 
-from kvmosaic.core.entry import ChunkKV, EntryKind
+from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.heads import KEY_PART
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
 from kvmosaic.store.codec import max_file_bytes
-from kvmosaic.store.files import FOLDER_MODE, folder_below, read_entry, read_key, write_entry
+from kvmosaic.store.files import FOLDER_MODE, Label, folder_below, read_entry, read_label, write_entry
 from kvmosaic.store.seal import ANY_ENTRY, EntryCheck
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,19 @@ class DiskTier(Tier):
 
     name = "disk"
 
-    def __init__(self, root: Path, capacity: int, tenant: str | None = None, check: EntryCheck = ANY_ENTRY) -> None:
-        """``check`` is what entries have to be."""
+    def __init__(
+        self,
+        root: Path,
+        capacity: int,
+        tenant: str | None = None,
+        check: EntryCheck = ANY_ENTRY,
+        *,
+        counts_reads: bool = False,
+    ) -> None:
+        """``check`` is what entries have to be. ``counts_reads``: files keep the number of times they were read."""
         self.capacity = capacity
         self._check = check
+        self._counts_reads = counts_reads
         self.shares_budget = tenant is not None
         self.set_aside = 0
         self._root = root
@@ -95,7 +104,7 @@ class DiskTier(Tier):
         *folders, name = parts = entry_path(key).parts
         try:
             with folder_below(self._root, folders) as folder:
-                return read_entry(folder, name, key, self._check)
+                return read_entry(folder, name, key, self._check, is_counted=self._counts_reads)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except CorruptEntryError as error:
@@ -149,8 +158,8 @@ class DiskTier(Tier):
             self.progress += 1
             label = self._label_of(parts)
             if label is not None:
-                key, kind = label
-                yield EntryInfo(key, size, self.name, pinned=False, since=written_ns / 1e9, kind=kind)
+                key, kind, reads = label
+                yield EntryInfo(key, size, self.name, pinned=False, since=written_ns / 1e9, hits=reads, kind=kind)
 
     def _files(self) -> Iterator[tuple[Parts, os.stat_result]]:
         """What is four levels down, and nothing that a link leads to."""
@@ -179,14 +188,14 @@ class DiskTier(Tier):
                     found.append((each.name, each.stat(follow_symlinks=False)))
         return found
 
-    def _label_of(self, parts: Parts) -> tuple[ChunkKey, EntryKind | None] | None:
+    def _label_of(self, parts: Parts) -> Label | None:
         *folders, name = parts
         try:
             with folder_below(self._root, folders) as folder:
-                key, kind = read_key(folder, name)
-            if entry_path(key).parts != parts:
-                raise CorruptEntryError(f"holds the entry of another key, {key}")
-            return key, kind
+                label = read_label(folder, name)
+            if entry_path(label.key).parts != parts:
+                raise CorruptEntryError(f"holds the entry of another key, {label.key}")
+            return label
         except CorruptEntryError as error:
             self._set_aside(parts, error)
         except (FileNotFoundError, NotADirectoryError):
