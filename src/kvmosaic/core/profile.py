@@ -64,6 +64,11 @@ def profile_path(model: str) -> Path:
     return folder / f"{profile_name(model)}.yaml"
 
 
+def sink_path(model: str) -> Path:
+    """Default path of the sink that ``kvmosaic tune`` learns for ``model``: beside its profile."""
+    return profile_path(model).with_suffix(".sink.safetensors")
+
+
 def load_profile(model: str) -> dict[str, Any]:
     """The settings in the profile of ``model``; none when there is no such file."""
     profile = read_profile(profile_path(model))
