@@ -3,7 +3,7 @@
 import torch
 
 MOST_WEIGHTS = 2**25
-"""Maximum elements that are computed at a time; at least those of one KV head."""
+"""Maximum number of weights that are computed at a time, but at least those of one KV head."""
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
