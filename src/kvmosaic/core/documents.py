@@ -91,7 +91,7 @@ def find_documents(
     beyond: list[int] = []
     room = MAX_NAMED * len(prompt.bytes)
     for index, document in enumerate(documents):
-        room -= len(document)
+        room -= len(document) if document.isascii() else len(document.encode(errors="surrogatepass"))
         if room < 0:
             beyond.append(index)
         else:

@@ -24,4 +24,5 @@ def shown(value: object) -> str:
 
 def shown_id(request_id: str) -> str:
     """A request's id, which clients may choose, as messages show it."""
-    return shown(request_id)[1:].removesuffix("'")
+    text = shown(request_id)
+    return text[1:].removesuffix(text[0])

@@ -15,8 +15,9 @@ EXAMPLES = "valkey://host:6379/0, redis://host:6379/0 or mooncake://host:50051"
 
 
 def without_passwords(text: str) -> str:
-    """A text with the part before the ``@`` of URLs masked. It may contain a password, which must not be logged."""
-    return re.sub(r"://[^/@\s]*@", "://***@", text)
+    """A text with everything between the first ``://`` and the last ``@`` masked. A URL may contain a password there,
+    which must not be logged. A password may contain any character, so that more may be masked than the password."""
+    return re.sub(r"://.*@", "://***@", text, flags=re.DOTALL)
 
 
 class RemoteUrl(NamedTuple):

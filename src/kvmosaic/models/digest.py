@@ -3,6 +3,7 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
@@ -57,19 +58,17 @@ def _digest(path: Path) -> str:
         / "weights"
         / xxhash.xxh3_128_hexdigest(json.dumps(known).encode())
     )
-    try:
-        return note.read_text()
-    except OSError:
-        pass
+    with suppress(OSError):
+        kept = note.read_text()
+        if len(kept) == 2 * xxhash.xxh3_128().digest_size:  # else the machine crashed while the note was written
+            return kept
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
-    try:
+    with suppress(OSError):  # without a note, the hash is computed again at the next start
         note.parent.mkdir(parents=True, exist_ok=True)
         fresh = note.with_suffix(f".{os.getpid()}")
         fresh.write_text(digest.hexdigest())
         fresh.rename(note)  # other ranks may be reading it
-    except OSError:
-        pass  # the hash is computed again at the next start
     return digest.hexdigest()

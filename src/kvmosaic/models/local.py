@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -80,5 +81,6 @@ def _complete(folder: Path) -> bool:
 def _sweep() -> None:
     """Delete the remains of killed pulls. Recent folders are kept, because their pull may still be running."""
     for leftover in models_dir().glob(".pull-*"):
-        if time.time() - leftover.stat().st_mtime > _ABANDONED_AFTER_S:
-            shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process may be sweeping
+            if time.time() - leftover.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(leftover, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Saves and loads files of learned sinks."""
 
 import json
+import os
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,7 +19,7 @@ _FORMAT_KEY, _ABOUT_KEY = "kvmosaic_sink_format", "about"
 def save_sink(sink: LearnedSink, path: Path) -> None:
     """Write a sink to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.new")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     tensors = {"k": sink.k.contiguous(), "v": sink.v.contiguous(), "witness": sink.witness.contiguous()}
     try:
         save_file(tensors, scratch, {_FORMAT_KEY: FORMAT, _ABOUT_KEY: sink.about.model_dump_json()})
