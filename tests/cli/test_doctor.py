@@ -83,7 +83,7 @@ def test_one_screen_for_a_real_model(smollm2_folder):
     table = {line[:16].strip(): line[16:].split(None, 1) for line in lines[2:] if not line.startswith("warn:")}
     assert table["model"] == ["ok", "LlamaForCausalLM, 30 layers, 3 KV heads of 64"]
     # 30 layers x 3 heads x (64 + 64) columns x 4 bytes, and how often that goes into 2 GiB
-    assert table["KV in float32"] == ["ok", "45.0 KiB a token; tokens: host 46,603"]
+    assert table["KV in float32"] == ["ok", "45.0 KiB a token; tokens that fit: host 46,603"]
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_a_gpu(monkeypatch, tmp_path, no_vllm):
     assert rows["Triton"][0] == "fail"
     assert rows["vLLM"][2].endswith("pip install -e '.[vllm]'")
     # 3 layers x 4 heads x (8 + 8) columns x 2 bytes = 384 bytes
-    assert rows["KV in bfloat16"][1] == "0.4 KiB a token; tokens: device pool 41,943,040, host 5,592,405"
+    assert rows["KV in bfloat16"][1] == "0.4 KiB a token; tokens that fit: device pool 41,943,040, host 5,592,405"
 
 
 def test_a_cpu_without_bfloat16(monkeypatch, tmp_path, tmp_path_factory, no_vllm):
@@ -243,7 +243,7 @@ def test_a_cpu_without_bfloat16(monkeypatch, tmp_path, tmp_path_factory, no_vllm
     assert rows["precision"] == ("ok", "float32: this CPU has no bfloat16 instructions", "")
     assert "KV in bfloat16" not in rows
     # 3 layers x 4 heads x (8 + 8) columns x 4 bytes = 768 bytes
-    assert rows["KV in float32"][1] == "0.8 KiB a token; tokens: host 2,796,202"
+    assert rows["KV in float32"][1] == "0.8 KiB a token; tokens that fit: host 2,796,202"
 
 
 def test_triton_is_not_needed_without_a_gpu(monkeypatch):
@@ -267,7 +267,7 @@ def test_tensor_parallel(tmp_path, ranks, verdict, found):
 
 def test_each_rank_keeps_its_own_heads(tmp_path, no_vllm):
     rows = rows_of(folder(tmp_path), "--tensor-parallel-size", 2)
-    assert rows["KV in bfloat16"][1] == "0.2 KiB a token on each rank; tokens: host 11,184,810"
+    assert rows["KV in bfloat16"][1] == "0.2 KiB a token on each rank; tokens that fit: host 11,184,810"
 
 
 def rope(kind, **extra):
@@ -324,7 +324,7 @@ def test_latent_attention(tmp_path, no_vllm):
     rows = rows_of(folder(tmp_path, model_type="deepseek_v2", **latent))
     assert rows["latent attention"][0] == "warn"
     # 3 layers x (32 + 8) columns x 2 bytes
-    assert rows["KV in bfloat16"][1] == "0.2 KiB a token; tokens: host 8,947,848"
+    assert rows["KV in bfloat16"][1] == "0.2 KiB a token; tokens that fit: host 8,947,848"
 
 
 @pytest.mark.usefixtures("no_vllm")

@@ -12,7 +12,7 @@ from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, pr
 from kvmosaic.cli.remote import reach
 from kvmosaic.core.errors import ConfigError
 
-app = typer.Typer(help="Benchmarks; each prints ratios measured in one run.", no_args_is_help=True)
+app = typer.Typer(help="Benchmarks. Each measures both sides of a comparison in one run.", no_args_is_help=True)
 app.command("throughput")(bench_traffic.throughput)
 app.command("sustained")(bench_traffic.sustained)
 app.command("interference")(bench_traffic.interference)
@@ -21,10 +21,10 @@ app.command("interference")(bench_traffic.interference)
 @app.command("chunk-hit")
 def chunk_hit(
     model: ModelOption = "smollm2-135m",
-    tokens: Annotated[int, typer.Option(help="Length of the chunk.", min=1)] = 512,
+    tokens: Annotated[int, typer.Option(help="Length of the chunk, in tokens.", min=1)] = 512,
     json: JsonOption = False,
 ) -> None:
-    """One chunk: time to obtain its KV by computing it, from host memory, from disk."""
+    """Time to get one chunk's KV by computing it, from host memory, and from disk."""
     from kvmosaic.bench import chunk_hit  # here, because importing it takes seconds
 
     with reporting("loading the model") as progress:
@@ -45,7 +45,7 @@ def chunk_hit(
 
 @app.command("lookup")
 def lookup(json: JsonOption = False) -> None:
-    """Look-up cost against the number of stored entries."""
+    """Lookup time in host memory, by number of stored entries."""
     from kvmosaic.bench import lookup
 
     with console.status("filling stores of growing size"):
@@ -76,15 +76,16 @@ def eviction(seed: int = 0, json: JsonOption = False) -> None:
 @app.command("discovery")
 def discovery(
     data: Annotated[
-        str | None, typer.Option(help="A file of examples, whose documents are sent instead of made-up ones.")
+        str | None,
+        typer.Option(help="File of examples, as for `kvmosaic eval`; its documents replace the made-up ones."),
     ] = None,
     model: ModelOption = "smollm2-135m",
-    prompts: Annotated[int, typer.Option(help="Prompts of each kind of traffic.", min=1)] = 400,
+    prompts: Annotated[int, typer.Option(help="Number of prompts for each kind of traffic.", min=1)] = 400,
     seed: int = 0,
     json: JsonOption = False,
 ) -> None:
-    """What chunk_sources=auto finds in traffic without any marks, and what that costs. The model is needed for its
-    tokenizer, with --data alone."""
+    """How much reusable text chunk_sources=auto finds in traffic without marked documents, and how long it takes. The
+    model provides the tokenizer for --data; it is not used otherwise."""
     from kvmosaic.bench import discovery
     from kvmosaic.eval.data import load
 
@@ -95,7 +96,9 @@ def discovery(
     with console.status("sending prompts"):
         result = discovery.run(prompts, seed, documents)
     rows = result["rows"]
-    print_table("shares of the tokens behind the prefix cache", rows[0], (row.values() for row in rows), json=json)
+    print_table(
+        "shares of the tokens that a prefix cache does not cover", rows[0], (row.values() for row in rows), json=json
+    )
     if json:
         print_json(result)
 
@@ -103,12 +106,12 @@ def discovery(
 @app.command("documents")
 def documents(
     model: ModelOption = "smollm2-135m",
-    tokens: Annotated[int, typer.Option(help="Tokens of a prompt.", min=100)] = 10_000,
-    repeats: Annotated[int, typer.Option(help="Times that each prompt is read.", min=1)] = 100,
+    tokens: Annotated[int, typer.Option(help="Approximate length of each prompt, in tokens.", min=100)] = 10_000,
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each prompt.", min=1)] = 100,
     seed: int = 0,
     json: JsonOption = False,
 ) -> None:
-    """What naming documents costs: finding them in a request's JSON, and in the prompt's tokens."""
+    """Time to find named documents in a request's JSON and in the prompt's tokens."""
     from kvmosaic.bench import documents
 
     result = documents.run(_tokenizer(model), tokens, repeats, seed)
@@ -134,18 +137,23 @@ def _tokens(model: str, texts: list[str]) -> list[list[int]]:
 @app.command("store")
 def store(
     remote: Annotated[
-        str | None, typer.Option(help="The remote tier: valkey://host:6379/0 or mooncake://host:50051.")
+        str | None,
+        typer.Option(help="URL of a remote store to measure: valkey://host:6379/0 or mooncake://host:50051."),
     ] = None,
-    disk_path: Annotated[Path | None, typer.Option(help="A folder on the disk to measure.")] = None,
-    entries: Annotated[int, typer.Option(help="Entries moved at a time.", min=2)] = 4,
-    tokens: Annotated[int, typer.Option(help="Tokens per entry.", min=1)] = 128,
+    disk_path: Annotated[
+        Path | None, typer.Option(help="Folder on the disk to measure; temporary files in it are removed afterwards.")
+    ] = None,
+    entries: Annotated[int, typer.Option(help="Number of entries that are written or read at a time.", min=2)] = 4,
+    tokens: Annotated[int, typer.Option(help="Number of tokens per entry.", min=1)] = 128,
     layers: Annotated[int, typer.Option(min=1)] = 32,
-    heads: Annotated[int, typer.Option(help="KV heads, each a value of its own in the remote tier.", min=1)] = 8,
+    heads: Annotated[
+        int, typer.Option(help="Number of KV heads; the remote store holds each head as a separate value.", min=1)
+    ] = 8,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     json: JsonOption = False,
 ) -> None:
-    """Every tier's throughput against a plain use of what is behind it, and a remote tier's look-up. Touches nothing
-    that is stored there."""
+    """Throughput of every tier compared with plain use of the same memory, disk or server, and lookup time of the
+    remote tier. Existing entries there are not touched."""
     from kvmosaic.bench import store
     from kvmosaic.core.config import load_config
 
@@ -169,17 +177,23 @@ def store(
 
 @app.command("ttft")
 def ttft(
-    context: Annotated[int, typer.Option(help="Tokens in chunks, of 512 each.", min=512)] = 16384,
+    context: Annotated[
+        int, typer.Option(help="Total length of all chunks, in tokens; each chunk has 512.", min=512)
+    ] = 16384,
     layers: LayersOption = 32,
     heads: HeadsOption = 32,
     eager: EagerOption = False,
-    tier: Annotated[str, typer.Option(help="Where the chunks are: device or host.")] = "device",
-    policies: Annotated[str, typer.Option(help="Which tokens are recomputed: composite,sink-link.")] = "composite",
-    ratios: Annotated[str, typer.Option(help="How many, like 0,0.05,0.15.")] = "0",
+    tier: Annotated[str, typer.Option(help="Tier that holds the chunks: device or host.")] = "device",
+    policies: Annotated[
+        str, typer.Option(help="Policies to measure, which choose the tokens to recompute, like composite,sink-link.")
+    ] = "composite",
+    ratios: Annotated[
+        str, typer.Option(help="Shares of chunk tokens to recompute, separated by commas, like 0,0.05,0.15.")
+    ] = "0",
     plot: bench_plots.PlotOption = None,
     json: JsonOption = False,
 ) -> None:
-    """vLLM: time to first token by full prefill, prefix-cache hit, and reuse in a new order."""
+    """vLLM: time to first token with a full prefill, a prefix-cache hit, and chunks reused in a new order."""
     from kvmosaic.bench import ttft
     from kvmosaic.bench.engine import Model
     from kvmosaic.engines.vllm.support import policy_served
@@ -205,15 +219,18 @@ def ttft(
 
 @app.command("kernels")
 def kernels(
-    context: Annotated[int, typer.Option(help="Tokens moved.", min=512)] = 16384,
-    chunk: Annotated[int, typer.Option(help="Tokens per entry.", min=1)] = 512,
+    context: Annotated[
+        int, typer.Option(help="Number of tokens whose KV is moved and attended to.", min=512)
+    ] = 16384,
+    chunk: Annotated[int, typer.Option(help="Number of tokens per entry.", min=1)] = 512,
     layers: Annotated[int, typer.Option(min=1)] = 32,
-    heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8,
-    group: Annotated[int, typer.Option(help="Query heads to each KV head.", min=1, max=128)] = 4,
+    heads: Annotated[int, typer.Option(help="Number of KV heads.", min=1)] = 8,
+    group: Annotated[int, typer.Option(help="Number of query heads per KV head.", min=1, max=128)] = 4,
     head_dim: Annotated[int, typer.Option(min=2)] = 128,
     json: JsonOption = False,
 ) -> None:
-    """GPU: moving entries into and out of paged caches, and attention of chosen tokens, against its limits."""
+    """GPU: speed of moving entries into and out of paged caches, and of attention for chosen tokens, compared with
+    the GPU's measured limits."""
     from kvmosaic.bench import kernels
 
     with console.status("measuring"):
@@ -229,12 +246,12 @@ def overhead(
     layers: LayersOption = 32,
     heads: HeadsOption = 32,
     eager: EagerOption = False,
-    turns: Annotated[int, typer.Option(help="How often each engine is started.", min=1)] = 2,
-    repeats: Annotated[int, typer.Option(help="Batches of requests per start.", min=1)] = 7,
-    outputs: Annotated[int, typer.Option(help="Tokens of an answer.", min=2)] = 128,
+    turns: Annotated[int, typer.Option(help="Number of times that each engine is started.", min=1)] = 2,
+    repeats: Annotated[int, typer.Option(help="Number of request batches per start of an engine.", min=1)] = 7,
+    outputs: Annotated[int, typer.Option(help="Number of tokens per answer.", min=2)] = 128,
     json: JsonOption = False,
 ) -> None:
-    """vLLM: step time of requests without chunks, with the chunk cache on against plain vLLM."""
+    """vLLM: step time of requests without chunks, with the chunk cache compared with plain vLLM."""
     from kvmosaic.bench import overhead
     from kvmosaic.bench.engine import Model
 

@@ -8,11 +8,11 @@ import typer
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.eval.plot import Axis, Point, Series, file_svg
 
-PlotOption = Annotated[Path | None, typer.Option(help="Write a plot to this file, an .svg.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Write a plot of the result to this .svg file.")]
 
 
 def check(path: Path | None) -> None:
-    """Say before minutes of measuring that there will be nowhere to put the plot."""
+    """Refuse a file that the plot cannot be written to, before minutes of measuring."""
     if path is None:
         return
     if path.suffix != ".svg":
@@ -51,7 +51,7 @@ def throughput(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def sustained(path: Path | None, result: dict[str, Any]) -> None:
-    """How many times faster reuse is, batch by batch."""
+    """Speed-up of the time to the first token, by batch."""
     rows = result["rows"]
     points = [
         _point(row["batch"], row["speedup"], f"batch {row['batch']}: {row['reuse_ttft_ms']:.1f} ms") for row in rows

@@ -10,25 +10,32 @@ from kvmosaic.cli.eval import numbers
 from kvmosaic.cli.output import JsonOption, print_json, print_line, print_table, reporting
 from kvmosaic.core.errors import ConfigError
 
-LayersOption = Annotated[int, typer.Option(help="Layers of the 8B-shaped model.", min=1)]
+LayersOption = Annotated[int, typer.Option(help="Number of layers of the benchmark model; Llama 3 8B has 32.", min=1)]
 HeadsOption = Annotated[
-    int, typer.Option(help="Attention heads of the 8B-shaped model; fewer make it narrower.", min=1, max=32)
+    int,
+    typer.Option(
+        help="Number of attention heads of the benchmark model; Llama 3 8B has 32. Fewer make the model narrower.",
+        min=1,
+        max=32,
+    ),
 ]
-EagerOption = Annotated[bool, typer.Option("--eager", help="Without compilation and CUDA graphs.")]
-DocumentsOption = Annotated[int, typer.Option(help="Documents there are.", min=1)]
-TokensOption = Annotated[int, typer.Option(help="Tokens of a document.", min=1)]
-PerQueryOption = Annotated[int, typer.Option(help="Documents in a query.", min=1)]
-RatioOption = Annotated[float, typer.Option(help="Share of document tokens that is recomputed.", min=0, max=1)]
-SeedOption = Annotated[int, typer.Option(help="Of documents, questions and arrivals.")]
+EagerOption = Annotated[bool, typer.Option("--eager", help="Run vLLM without compilation and CUDA graphs.")]
+DocumentsOption = Annotated[int, typer.Option(help="Number of different documents that queries draw from.", min=1)]
+TokensOption = Annotated[int, typer.Option(help="Length of each document, in tokens.", min=1)]
+PerQueryOption = Annotated[int, typer.Option(help="Number of documents in each query.", min=1)]
+RatioOption = Annotated[float, typer.Option(help="Share of document tokens to recompute, 0 to 1.", min=0, max=1)]
+SeedOption = Annotated[int, typer.Option(help="Random seed for documents, questions and arrival times.")]
 
 
 def throughput(
-    rates: Annotated[str, typer.Option(help="Requests per second, one after the other.")] = "2,4,8,16,32",
-    seconds: Annotated[float, typer.Option(help="How long requests come at each rate.", min=0.1)] = 5.0,
+    rates: Annotated[
+        str, typer.Option(help="Request rates to measure one after the other, in requests per second.")
+    ] = "2,4,8,16,32",
+    seconds: Annotated[float, typer.Option(help="Duration of each request rate, in seconds.", min=0.1)] = 5.0,
     objective_ms: Annotated[
-        float, typer.Option(help="Within what nine of ten requests shall have their first token.", min=1)
+        float, typer.Option(help="Target for the 90th percentile of the time to first token, in milliseconds.", min=1)
     ] = 1000.0,
-    outputs: Annotated[int, typer.Option(help="Tokens of an answer.", min=2)] = 32,
+    outputs: Annotated[int, typer.Option(help="Number of tokens per answer.", min=2)] = 32,
     documents: DocumentsOption = 200,
     document_tokens: TokensOption = 512,
     per_query: PerQueryOption = 14,
@@ -40,7 +47,7 @@ def throughput(
     plot: bench_plots.PlotOption = None,
     json: JsonOption = False,
 ) -> None:
-    """vLLM: RAG traffic at growing rates, with the chunk cache against prefix caching alone."""
+    """vLLM: RAG traffic at growing request rates, with the chunk cache compared with prefix caching alone."""
     from kvmosaic.bench import throughput
     from kvmosaic.bench.engine import Model
     from kvmosaic.bench.process import ENGINES
@@ -76,16 +83,21 @@ def throughput(
 
 
 def sustained(
-    queries: Annotated[int, typer.Option(help="Queries, no two with the same documents.", min=2)] = 250,
-    batch: Annotated[int, typer.Option(help="Queries whose times are averaged.", min=1)] = 50,
+    queries: Annotated[
+        int, typer.Option(help="Number of queries; no two have the same set of documents.", min=2)
+    ] = 250,
+    batch: Annotated[
+        int, typer.Option(help="Number of queries per batch; times are averaged over a batch.", min=1)
+    ] = 50,
     documents: DocumentsOption = 200,
     document_tokens: TokensOption = 512,
     per_query: PerQueryOption = 14,
     device_share: Annotated[
-        float, typer.Option(help="Share of the documents that fits the chunk cache on the device.", min=0)
+        float, typer.Option(help="Size of the chunk cache on the GPU, as a share of the KV of all documents.", min=0)
     ] = 0.5,
     host_share: Annotated[
-        float, typer.Option(help="Share of the documents that fits the chunk cache in host memory.", min=0)
+        float,
+        typer.Option(help="Size of the chunk cache in host memory, as a share of the KV of all documents.", min=0),
     ] = 1.0,
     ratio: RatioOption = 0.0,
     layers: LayersOption = 32,
@@ -95,7 +107,7 @@ def sustained(
     plot: bench_plots.PlotOption = None,
     json: JsonOption = False,
 ) -> None:
-    """vLLM: endless new combinations of known documents, with less memory than they take."""
+    """vLLM: time to first token over many new combinations of known documents, with limited cache memory."""
     from kvmosaic.bench import sustained
     from kvmosaic.bench.engine import Model
     from kvmosaic.bench.traffic import Corpus
@@ -108,26 +120,35 @@ def sustained(
     print_table(
         title(result["machine"], "mean time to first token"), rows[0], (row.values() for row in rows), json=json
     )
-    print_line(f"speed-up of the last batch over the second's: {result['last_over_second']:.3f}", json=json)
+    print_line(
+        f"speed-up of the last batch relative to the second batch: {result['last_over_second']:.3f}", json=json
+    )
     bench_plots.sustained(plot, result)
     if json:
         print_json(result)
 
 
 def interference(
-    documents: Annotated[int, typer.Option(help="Documents in the long prompt.", min=1)] = 32,
+    documents: Annotated[int, typer.Option(help="Number of documents in the long prompt.", min=1)] = 32,
     document_tokens: TokensOption = 512,
-    decoders: Annotated[int, typer.Option(help="Requests that decode meanwhile.", min=1)] = 16,
-    policy: Annotated[str, typer.Option(help="Which tokens are recomputed.")] = "composite",
+    decoders: Annotated[
+        int, typer.Option(help="Number of requests that decode while the long prompt is processed.", min=1)
+    ] = 16,
+    policy: Annotated[
+        str, typer.Option(help="Policy that chooses which document tokens to recompute.")
+    ] = "composite",
     ratio: RatioOption = 0.15,
-    turns: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 10,
+    turns: Annotated[
+        int, typer.Option(help="Number of long prompts of each kind: prefilled and blended.", min=1)
+    ] = 10,
     layers: LayersOption = 32,
     heads: HeadsOption = 32,
     eager: EagerOption = False,
     seed: SeedOption = 0,
     json: JsonOption = False,
 ) -> None:
-    """vLLM: time between tokens of others while a long prompt is blended, against a prefill in steps of 2k."""
+    """vLLM: time between tokens of decoding requests while a long prompt is blended, compared with a prefill in steps
+    of 2048 tokens."""
     from kvmosaic.bench import interference
     from kvmosaic.bench.engine import Model
     from kvmosaic.bench.traffic import Corpus
@@ -147,5 +168,5 @@ def interference(
 
 
 def title(machine: dict[str, str], what: str) -> str:
-    """Of a table: what was measured where."""
+    """Title of a table: the measurement, and the machine it ran on."""
     return f"vLLM {machine['vllm']} on {machine['device']}: {what}"

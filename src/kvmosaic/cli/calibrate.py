@@ -18,27 +18,56 @@ if TYPE_CHECKING:  # importing it for real takes seconds
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Catalog name, folder or hub name.")],
-    data: Annotated[str, typer.Option(help="File of examples, plain or .gz; or synthetic.")] = "synthetic",
-    max_kl: Annotated[float, typer.Option(help="Mean KL to a full prefill, at most.")] = 0.05,
-    min_top1: Annotated[float, typer.Option(help="Share of most likely tokens that agree, at least.")] = 0.9,
-    policies: Annotated[str, typer.Option(help="To choose from.")] = "composite,sink-link",
-    ratios: Annotated[str, typer.Option(help="To choose from; 0 always is.")] = "0.02,0.05,0.1,0.15,0.3",
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model to calibrate: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name "
+            "like owner/name."
+        ),
+    ],
+    data: Annotated[
+        str, typer.Option(help="File of examples (plain or .gz), or synthetic for built-in examples.")
+    ] = "synthetic",
+    max_kl: Annotated[
+        float, typer.Option(help="Target: maximum mean KL divergence from a full prefill, in nats.")
+    ] = 0.05,
+    min_top1: Annotated[
+        float,
+        typer.Option(
+            help="Target: minimum share of answer tokens whose most likely token is the same as in a full prefill."
+        ),
+    ] = 0.9,
+    policies: Annotated[
+        str, typer.Option(help="Policies to choose from, separated by commas.")
+    ] = "composite,sink-link",
+    ratios: Annotated[
+        str, typer.Option(help="Recompute ratios to choose from, separated by commas; 0 is always included.")
+    ] = "0.02,0.05,0.1,0.15,0.3",
     sink_prefixes: Annotated[
-        str, typer.Option(help="To choose from: bos, none, document, learned:FILE, a text without commas.")
+        str,
+        typer.Option(
+            help="Sink prefixes to choose from, separated by commas: bos, none, document, learned:FILE, or a text "
+            "without commas."
+        ),
     ] = "bos,none,document",
-    limit: Annotated[int, typer.Option(help="Examples, at most.")] = 25,
-    seed: Annotated[int, typer.Option(help="Chooses examples and distractors.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder for results; default: one in the user's cache.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="File to write; default: where engines look for it.")] = None,
+    limit: Annotated[int, typer.Option(help="Maximum number of examples.")] = 25,
+    seed: Annotated[int, typer.Option(help="Random seed that chooses examples and distractors.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the results of single examples. Default: in the user's cache.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Profile file to write. Default: the file in which engines look for the model's profile."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Choose policy, ratio and sink prefix for a model. Exit status 1 if nothing meets the target. Interrupted and
-    started again, it goes on where it stopped."""
+    """Find the cheapest policy, recompute ratio and sink prefix that meet a quality target, and save them as the
+    model's profile. Exit status 1 if nothing meets the target. An interrupted run continues where it stopped when it
+    is started again."""
     from kvmosaic.eval.calibrate import Target, advice, candidate_cells, cheapest, closest, profile_of
     from kvmosaic.eval.data import load  # here, because importing them takes seconds
 
-    # Everything that can be wrong is looked at before the model is loaded.
+    # All options are checked before the model is loaded.
     target = Target(max_kl, min_top1)
     target.check()
     chosen_policies = [part.strip() for part in BETWEEN_POLICIES.split(policies)]
@@ -90,7 +119,7 @@ def calibrate(
 def _measure(
     model: str, sinks: Sequence[str], examples: Sequence["Example"], cells: Sequence["Cell"], folder: Path
 ) -> list["Candidate"]:
-    """All cells with every sink prefix, on one copy of the weights."""
+    """Measure all cells with every sink prefix, on one copy of the weights."""
     from kvmosaic.eval.calibrate import measure
     from kvmosaic.hf import LLM
 
@@ -100,9 +129,9 @@ def _measure(
     with interruptible(), progress_bar(len(sinks) * len(examples)) as steps:
         for sink in sinks:
             steps.start(f"examples, sink prefix {sink}")
-            # A store of its own: nothing of the user's is read or cleared. A chunk that does not stay in it is filled
-            # again; as ordinary text it would count as perfect. And an older profile, which may be why this is run,
-            # is not looked at when its settings are given.
+            # A separate store: the user's store is neither read nor cleared. With fill-first, an evicted chunk is
+            # filled again; as ordinary text it would count as perfect reuse. When all of a profile's settings are
+            # given, an older profile is not read; it may be the reason for this run.
             own: dict[str, Any] = {"disk_path": None, "remote": None, "tenant": "eval", "miss_policy": "fill-first"}
             given: dict[str, Any] = {"sink_prefix": sink, "policy": "composite", "recompute_ratio": 0.0}
             with LLM(loaded.model, loaded.tokenizer, enable_chunk_cache=True, **own, **given) as llm:

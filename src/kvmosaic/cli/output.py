@@ -19,16 +19,23 @@ from rich.progress import (
 from rich.table import Table
 
 console = Console(stderr=True)
-"""Progress and errors."""
+"""Console on stderr, for progress and errors."""
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, alone on stdout.")]
-ModelOption = Annotated[str, typer.Option(help="Catalog name, folder or hub name.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the result as one JSON object, with nothing else on stdout.")
+]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help="Model: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name like owner/name."
+    ),
+]
 
 
 @contextmanager
 def reporting(text: str) -> Iterator[Callable[[str], None]]:
-    """Say what is being done, and then whatever is given to the function: in one place of a terminal, and elsewhere
-    line by line, so that a log tells how far it came."""
+    """Show ``text``, then every text that is passed to the yielded function. A terminal shows only the latest one.
+    Elsewhere each is printed on its own line, so that a log shows the progress."""
     if console.is_terminal:
         with console.status(text) as status:
             yield status.update
@@ -42,12 +49,12 @@ def reporting(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_line(text: str, json: bool) -> None:
-    """A line of the result, for people: on stdout, or on stderr when stdout is for a program."""
+    """Print a line of the result for people: to stdout, or to stderr if stdout is for JSON."""
     _results(json).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], json: bool) -> None:
-    """A table of the result, for people."""
+    """Print a table of the result for people: to stdout, or to stderr if stdout is for JSON."""
     table = Table(title=title, title_justify="left", title_style="", header_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, no_wrap=True, justify="left" if index == 0 else "right")
@@ -62,7 +69,7 @@ def _results(json: bool) -> Console:
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """The result as one line on stdout."""
+    """Print the result as one line on stdout."""
     sys.stdout.write(json.dumps(result, default=str) + "\n")
     sys.stdout.flush()
 
@@ -81,13 +88,13 @@ class Steps:
         self._progress.advance(self._task)
 
     def reach(self, done: int) -> None:
-        """So many steps are done."""
+        """Set the number of finished steps."""
         self._progress.update(self._task, completed=done)
 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Steps]:
-    """Shows where a long command is; vanishes when it ends."""
+    """Show the progress of a long command. The bar disappears when the command ends."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         yield Steps(progress, total)

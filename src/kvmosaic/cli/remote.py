@@ -1,4 +1,4 @@
-"""Remote stores that a command cannot do without, as engines can."""
+"""Remote stores for commands. Engines start without their remote store; these commands do not."""
 
 import logging
 from contextlib import closing
@@ -14,11 +14,11 @@ DEADLINE_S = 10.0
 
 
 def open_remote(url: str) -> "RemoteTier":
-    """The store at ``url``, which is not contacted yet."""
+    """The store at ``url``. It is not contacted yet."""
     from kvmosaic.store.seal import EntryCheck, Seal
     from kvmosaic.store.tiers.remote import open_remote_tier
 
-    # That it is down is what the command will end with: it does not go on without it.
+    # No warning that the store is down: the command ends with that error.
     logging.getLogger("kvmosaic.store.breaker").setLevel(logging.ERROR)
     try:
         return open_remote_tier(url, DEADLINE_S, check=EntryCheck(Seal.from_environment()))
@@ -29,7 +29,7 @@ def open_remote(url: str) -> "RemoteTier":
 
 
 def reach(url: str) -> None:
-    """Raise an ``OSError`` if the store at ``url`` is not there, before work is done for nothing."""
+    """Raise an ``OSError`` if the store at ``url`` does not answer, before any work is wasted."""
     with closing(open_remote(url)) as tier:
         tier.check()
     logging.getLogger("kvmosaic.store.breaker").setLevel(logging.NOTSET)

@@ -17,8 +17,16 @@ from kvmosaic.cli.output import JsonOption, console, print_json, print_line, pri
 
 
 def doctor(
-    model: Annotated[str | None, typer.Argument(help="Catalog name, folder or hub name; never downloaded.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the model in vLLM.")] = 1,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Model to check: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name "
+            "like owner/name. It is never downloaded."
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel size with which vLLM will be started.")
+    ] = 1,
     json: JsonOption = False,
 ) -> None:
     """Check this machine, the settings and a model. Exit status 1 if something will not work."""
@@ -39,7 +47,8 @@ def doctor(
 
 @contextmanager
 def _quiet_and_offline() -> Iterator[None]:
-    """Libraries talk while they are imported, also on stdout, and would ask a model hub for what is not here."""
+    """Silence libraries, some of which print to stdout while they are imported, and keep them from asking a model hub
+    for missing files."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     logging.disable()
     try:
@@ -51,7 +60,7 @@ def _quiet_and_offline() -> Iterator[None]:
 
 
 def _checks(model: str | None, processes: int) -> Iterator[Row]:
-    # Here, as they bring torch along, which other commands should not wait for.
+    # Imported here because they import torch, which would slow other commands down.
     from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, runtime, vllm
     from kvmosaic.cli.doctor.model import model_rows
     from kvmosaic.cli.doctor.settings import disk_tier, host_memory, load_settings, profile, remote_tier

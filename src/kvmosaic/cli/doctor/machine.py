@@ -1,4 +1,4 @@
-"""What this machine has: torch, an accelerator, the two engines."""
+"""Checks of this machine: torch, an accelerator, the two engines."""
 
 import platform
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def accelerator(settings: ChunkCacheConfig) -> Iterator[Row]:
     try:
         yield Row("Triton", "ok", import_module("triton").__version__)
     except ImportError as error:
-        missing = f"the GPU's kernels need it ({reason(error)}); pip install triton"
+        missing = f"kernels on the GPU need Triton ({reason(error)}); pip install triton"
         found = "cannot be imported" if gpu else "absent; only needed with a GPU"
         yield Row("Triton", "fail" if gpu else "ok", found, missing if gpu else "")
 
@@ -49,7 +49,7 @@ def _has_gpu() -> bool:
 
 
 def device_pool(settings: ChunkCacheConfig) -> int:
-    """Bytes that the device tier would take of a GPU."""
+    """Size of the device tier on a GPU, in bytes; 0 without a GPU."""
     import torch
 
     if not _has_gpu():
@@ -62,12 +62,12 @@ def embedded_engine() -> Iterator[Row]:
         import_module("kvmosaic.hf")
     except ImportError as error:
         advice = f"it cannot be imported ({reason(error)}); in a clone of kvmosaic: pip install -e '.[hf]'"
-        # With vLLM the other engine is still there; without either there is none.
+        # With vLLM installed, there is still one engine; without it there is none.
         yield Row("embedded engine", "warn" if find_spec("vllm") else "fail", "not available", advice)
         return
     version = metadata.version("transformers")
     tried = (5, 17) <= _release(version) < (6, 0)
-    advice = "" if tried else "this release was never tried; pip install 'transformers>=5.17,<6'"
+    advice = "" if tried else "this release of transformers was never tested; pip install 'transformers>=5.17,<6'"
     yield Row("embedded engine", "ok" if tried else "warn", f"transformers {version}", advice)
 
 
@@ -87,7 +87,7 @@ def vllm() -> Iterator[Row]:
         try:
             base = getattr(import_module(module), name).__mro__[1]
             yield Row(check, "ok", f"{name}, a {base.__name__}")
-        except Exception as error:  # vLLM's modules fail in many ways where its build and the machine do not match
+        except Exception as error:  # vLLM's modules fail in many ways if its build does not match the machine
             yield Row(check, "fail", "cannot be imported", f"{reason(error)}; reinstall vLLM for this machine")
 
 

@@ -1,4 +1,4 @@
-"""A model: what its configuration says, and what vLLM makes of it."""
+"""Checks of a model: its configuration, and whether vLLM supports it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help
     import torch
 
 MOVABLE_ROPE = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope", "mrope", "proportional"})
-"""Rotary tables whose keys can be turned from one position to another."""
+"""Kinds of rotary tables whose keys can be rotated from one position to another."""
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 STATE_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"})
-"""Kinds of layers, in transformers' words, that carry a state from token to token."""
+"""Kinds of layers, by transformers' names, that carry a state from token to token."""
 
 
 def model_rows(name: str, settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
@@ -35,7 +35,7 @@ def model_rows(name: str, settings: ChunkCacheConfig, processes: int) -> Iterato
 
 
 def _find(name: str) -> str | Row:
-    """What to give a model loader, as :func:`kvmosaic.models.resolve` would, if it is on this machine."""
+    """The folder or hub name to load, as by :func:`kvmosaic.models.resolve`; a row if it is not on this machine."""
     from kvmosaic.models import CATALOG, installed
 
     if name in CATALOG:
@@ -53,15 +53,15 @@ def _find(name: str) -> str | Row:
     except HFValidationError:
         return Row("model", "fail", "no such folder", f"{name} is neither a folder nor a hub name; correct it")
     similar = get_close_matches(name, CATALOG, n=1)
-    meant = f"did you mean {similar[0]}? Else " if similar else ""
+    meant = f"did you mean {similar[0]}? Otherwise " if similar else ""
     fetch = f"{name} is neither a folder nor in the hub's cache; {meant}hf download {name}, then run this again"
     return Row("model", "warn", "not on this machine, not checked", fetch)
 
 
 def _in_vllm(source: str, settings: ChunkCacheConfig, processes: int) -> tuple[Any, list[Row]]:
-    """The configuration that vLLM makes of ``kvmosaic serve``'s arguments, and our verdict; no engine starts."""
+    """The configuration that vLLM makes from ``kvmosaic serve``'s arguments, and rows about it. No engine starts."""
     if find_spec("vllm") is None:
-        return None, []  # said once, of vLLM itself
+        return None, []  # the row about vLLM itself already says so
     from kvmosaic.engines.vllm.arguments import engine_arguments, served_dtype
 
     arguments = engine_arguments(settings.model_copy(update={"enable_chunk_cache": True}))
@@ -81,14 +81,14 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, processes: int) -> tuple[A
 
 
 def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
-    """What the model's own configuration says."""
+    """Rows about the model's own configuration."""
     from transformers import AutoConfig
 
     try:
-        # Not to trust is said explicitly: left open, a model that brings its own code makes transformers ask for it.
+        # Explicitly False: by default, transformers asks the user whether to trust a model that brings its own code.
         config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        # Of transformers' errors the first line says what is wrong; the last may be general advice.
+        # The first line of transformers' errors names the problem; the last one may be general advice.
         yield Row("model", "fail", "transformers cannot read its configuration", str(error).split("\n")[0])
         return
     text = config.get_text_config(decoder=True)
@@ -117,7 +117,8 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, process
     from kvmosaic.core.entry import KVFormat
 
     own_heads = -(-kv_heads // processes)
-    # Some models share KV between layers, or have heads of two sizes; their configurations say it in many ways.
+    # Some models share KV between layers, or have heads of two sizes. Configurations say so in many ways, so the
+    # size is only approximate.
     odd = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads")
     about = "about " if any(getattr(text, name, None) for name in odd) else ""
     places = [("device pool", device_pool(settings)), ("host", int(settings.host_memory))]
@@ -125,11 +126,13 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, process
         size = KVFormat(text.num_hidden_layers, own_heads, k_dim, v_dim, dtype).bytes_per_token
         room = ", ".join(f"{place} {budget // size:,}" for place, budget in places if budget)
         share = " on each rank" if own_heads < kv_heads else ""
-        yield Row(f"KV in {_name(dtype)}", "ok", f"{about}{size / 1024:.1f} KiB a token{share}; tokens: {room}")
+        yield Row(
+            f"KV in {_name(dtype)}", "ok", f"{about}{size / 1024:.1f} KiB a token{share}; tokens that fit: {room}"
+        )
 
 
 def _chat_template(source: str, settings: ChunkCacheConfig) -> Row:
-    """Which documents of chat requests reach the prompt."""
+    """Row about which documents of chat requests the chat template puts into the prompt."""
     from transformers import AutoTokenizer
 
     from kvmosaic.engines.chat_template import working_sources
@@ -140,21 +143,21 @@ def _chat_template(source: str, settings: ChunkCacheConfig) -> Row:
     except Exception as error:
         return Row("chat template", "warn", "its tokenizer cannot be read, not checked", str(error).split("\n")[0])
     if sources.has_template and not set(sources.working) & settings.sources:
-        advice = "requests have to name their documents, and those to be in a message; see docs/usage.md"
+        advice = "requests have to name their documents, and a message has to contain them; see docs/usage.md"
         return Row("chat template", "warn", str(sources), advice)
     return Row("chat template", "ok", str(sources))
 
 
 def _kv_heads(text: Any) -> int:
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-        return 1  # Falcon's way to say it, whatever its num_kv_heads
+        return 1  # Falcon's configuration says so here, whatever its num_kv_heads is
     return (
         getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or text.num_attention_heads
     )
 
 
 def _dtypes(config: Any, text: Any, vllm_config: Any) -> list["torch.dtype"]:
-    """The embedded engine's dtype, which is mostly the checkpoint's, and vLLM's, which may choose another."""
+    """The dtypes of the embedded engine, mostly the checkpoint's, and of vLLM, which may choose another."""
     import torch
 
     own = _name(config.dtype or text.dtype or torch.float32)
@@ -168,7 +171,7 @@ def _dtypes(config: Any, text: Any, vllm_config: Any) -> list["torch.dtype"]:
 
 
 def _name(dtype: object) -> str:
-    """``bfloat16`` of ``torch.bfloat16``."""
+    """``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -188,24 +191,27 @@ def _positions(config: Any, text: Any) -> Row:
     else:
         kinds = _rope_kinds(text)
     if not kinds:
-        advice = "chunks cannot move without rotary positions (learned, absolute or ALiBi ones); use another model"
+        advice = (
+            "chunks can only be moved with rotary positions, not with learned, absolute or ALiBi ones; use another "
+            "model"
+        )
         return Row("positions", "fail", "no rotary positions", advice)
     found = f"rotary: {', '.join(sorted(kinds))}"
     if kinds <= MOVABLE_ROPE:
         return Row("positions", "ok", f"{found}; can move")
     if kinds & {"fope", "dual-chunk"}:
         return Row(
-            "positions", "fail", found, "keys of this kind cannot be moved to another place; use another model"
+            "positions", "fail", found, "keys of this kind cannot be moved to another position; use another model"
         )
-    advice = "never tried; the engine measures at start whether keys can move, and says so if they cannot"
+    advice = "never tested; the engine measures at start whether keys can be moved, and reports it if they cannot"
     return Row("positions", "warn", found, advice)
 
 
 def _rope_kinds(text: Any) -> set[str]:
-    """The kinds of rotary tables, of which a model may have one per kind of layer; empty when it has none."""
+    """The kinds of rotary tables; a model may have one per kind of layer. Empty if it has none."""
     parameters = getattr(text, "rope_parameters", None)
     if not parameters:
-        # The oldest rotary models name only the number of columns that turn.
+        # The configurations of the oldest rotary models only name the number of rotated columns.
         return {"default"} if getattr(text, "rotary_dim", None) else set()
     tables = [table for table in parameters.values() if isinstance(table, dict)] or [parameters]
     return {
@@ -228,9 +234,9 @@ def _layer_kinds(text: Any) -> Iterator[Row]:
         yield Row("layers", "fail", ", ".join(sorted(states)), advice)
     if sliding := kinds["sliding_attention"]:
         found = (
-            f"{sliding} of {text.num_hidden_layers} layers; works (window_tails: stores what is seen behind chunks)"
+            f"{sliding} of {text.num_hidden_layers} layers; works (window_tails drops KV that no later token sees)"
         )
         yield Row("sliding window", "ok", found)
     if others := kinds.keys() - ATTENTION_LAYERS - STATE_LAYERS:
-        advice = "never tried; compare answers with those at recompute_ratio=1.0 before relying on it"
+        advice = "never tested; compare answers with those at recompute_ratio=1.0 before relying on it"
         yield Row("layers", "warn", ", ".join(sorted(others)), advice)

@@ -15,11 +15,11 @@ class Row(NamedTuple):
     verdict: Literal["ok", "warn", "fail"]
     found: str
     advice: str = ""
-    """What is wrong and what to do about it."""
+    """The problem, and what to do about it."""
 
 
 def guard(check: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows of a check; whatever goes wrong in it becomes one that fails."""
+    """The rows of a check. An exception in it becomes a failed row."""
     try:
         yield from rows
     except Exception as error:
@@ -27,7 +27,8 @@ def guard(check: str, rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line: mostly the last, which in pydantic's is a link to its documentation."""
+    """The message of an error in one line: its last line. The last line of pydantic's errors is a link to its
+    documentation, so their messages are joined instead."""
     if isinstance(error, ValidationError):
         messages = (item["msg"] for item in error.errors(include_url=False, include_context=False))
         return "; ".join(" ".join(message.removeprefix("Value error, ").split()) for message in messages)

@@ -1,4 +1,4 @@
-"""The settings, and whether this machine has what they ask for."""
+"""Checks of the settings, and of the memory, disk and remote store that they need."""
 
 import os
 import shutil
@@ -17,14 +17,14 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import load_profile, profile_path
 
 SAMPLE = 1000
-"""Files and folders of the disk tier whose permissions are looked at."""
+"""Maximum number of files and folders of the disk tier whose permissions are checked."""
 
 
 def load_settings() -> tuple[ChunkCacheConfig, Row]:
     try:
         settings = load_config()
         policy_named(settings.policy)
-    except Exception as error:  # also a YAML file that cannot be read
+    except Exception as error:  # including a YAML file that cannot be read
         return ChunkCacheConfig.model_construct(), Row(
             "settings", "fail", "invalid; assuming defaults", reason(error)
         )
@@ -33,10 +33,12 @@ def load_settings() -> tuple[ChunkCacheConfig, Row]:
 
 
 def profile(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
-    """What calibration left for the model, as far as nothing else sets it."""
+    """The model's profile, and which of its settings are used because nothing else sets them."""
     path, found = profile_path(model), load_profile(model)
     if not found:
-        yield Row("profile", "ok", f"none, settings and defaults count; kvmosaic calibrate {model} makes one")
+        yield Row(
+            "profile", "ok", f"none, your settings and the defaults are used; kvmosaic calibrate {model} makes one"
+        )
         return
     counts = {name: value for name, value in found.items() if name not in settings.model_fields_set}
     sets = ", ".join(f"{name}={value}" for name, value in counts.items()) or "nothing"
@@ -53,24 +55,26 @@ def profile(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
 def host_memory(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
     wanted, available = settings.host_memory * processes, _available_memory()
     if available is None:
-        yield Row("host memory", "ok", f"{wanted / GIB:.1f} GiB; how much is free is not known on this system")
+        yield Row("host memory", "ok", f"{wanted / GIB:.1f} GiB; free memory is not known on this system")
         return
     found = f"{wanted / GIB:.1f} of {available / GIB:.1f} GiB available"
     if wanted <= available:
         yield Row("host memory", "ok", found)
     else:
         most = int(available / processes / 2 / 2**20)
-        yield Row("host memory", "warn", found, f"there is not that much; set host_memory to {most}MiB or less")
+        yield Row(
+            "host memory", "warn", found, f"not enough memory is available; set host_memory to {most}MiB or less"
+        )
 
 
 def _available_memory() -> int | None:
-    """Bytes a process can still get, at most a container's limit; ``None`` where Linux's files are missing."""
+    """Available memory in bytes, at most a container's limit; ``None`` if Linux's files are missing."""
     known = []
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         known.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # "max" is no number, and no limit
+        with suppress(OSError, ValueError):  # "max" means that there is no limit
             known.append(int(Path("/sys/fs/cgroup", limit).read_text()))
     return min(known, default=None)
 
@@ -80,7 +84,7 @@ def disk_tier(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
         yield Row("disk tier", "ok", "none; disk_path is not set")
         return
     path = settings.disk_path.expanduser().absolute()
-    # Nothing is created: a directory that is not there yet is judged by the one it would be made in.
+    # Nothing is created. For a directory that does not exist yet, its nearest existing parent is checked.
     existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -104,12 +108,14 @@ def disk_tier(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
         yield Row("disk tier", "ok", found)
     else:
         most = int((held + free) / sharing / 2**20)
-        yield Row("disk tier", "warn", found, f"the disk would be full first; set {name} to {most}MiB or less")
+        yield Row(
+            "disk tier", "warn", found, f"the disk has less room than the budget; set {name} to {most}MiB or less"
+        )
     yield from _privacy(path)
 
 
 def _privacy(path: Path) -> Iterator[Row]:
-    """Whether others can read what users' documents were turned into, or write what engines will read."""
+    """Whether other users can read the KV of documents, or write KV that engines will read."""
     open_to_others, looked_at = [], 0
     for place in (path, *islice(_inside(path), SAMPLE)):
         with suppress(OSError):  # another process may be evicting
@@ -120,14 +126,14 @@ def _privacy(path: Path) -> Iterator[Row]:
     if not looked_at:
         return
     if not open_to_others:
-        yield Row("disk tier's files", "ok", f"for this user alone ({looked_at} looked at)")
+        yield Row("disk tier's files", "ok", f"accessible to this user only ({looked_at} checked)")
         return
-    found = f"{len(open_to_others)} of {looked_at} looked at are open to other users, such as {open_to_others[0]}"
-    yield Row("disk tier's files", "warn", found, f"others can read or plant KV there; chmod -R go= {path}")
+    found = f"{len(open_to_others)} of {looked_at} checked are open to other users, such as {open_to_others[0]}"
+    yield Row("disk tier's files", "warn", found, f"other users can read or plant KV there; chmod -R go= {path}")
 
 
 def _inside(path: Path) -> Iterator[Path]:
-    """All below a folder, without following links."""
+    """All files and folders below a folder. Links are not followed."""
     for folder, folders, files in os.walk(path):
         yield from (Path(folder, name) for name in (*folders, *files))
 
@@ -138,7 +144,8 @@ def remote_tier(settings: ChunkCacheConfig) -> Iterator[Row]:
         return
     from kvmosaic.store.tiers.remote import open_remote_tier
 
-    # May not prevent a start, so it is no failure; a library that is missing does, and is.
+    # A store that does not answer is only a warning, because engines start without it. A missing library prevents a
+    # start: opening the tier raises an error, and the check fails.
     tier = open_remote_tier(settings.remote, settings.remote_deadline_ms / 1000)
     begin = time.perf_counter()
     try:
