@@ -15,7 +15,7 @@ from kvmosaic.core.errors import ConfigError
         (("throughput", "--per-query", "201"), "201 documents per query: there are only 200"),
         (("throughput", "--plot", "plot.png"), "plots are SVG"),
         (("sustained", "--plot", "nowhere/plot.svg"), "there is no directory nowhere"),
-        (("sustained", "--queries", "60"), "two batches at least"),
+        (("sustained", "--queries", "60"), "at least two batches"),
         (("interference", "--policy", "nothing"), "nothing"),
     ],
 )

@@ -117,7 +117,7 @@ def test_no_combination_comes_twice(documents, data):
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ConfigError, match="only 3"):
         Corpus(3, 1, 4)
-    with pytest.raises(ConfigError, match="make no 11 combinations"):
+    with pytest.raises(ConfigError, match="make fewer than 11 combinations"):
         next(new_combinations(Corpus(5, 1, 3), 11, Corpus().rng("queries")))
 
 

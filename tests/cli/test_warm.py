@@ -50,7 +50,7 @@ def test_documents_for_which_there_is_no_room_are_reported(narrow_folder, corpus
     monkeypatch.setenv("KVMOSAIC_TENANT_QUOTA", "170KiB")  # an entry takes about 70 KiB
     output = warm(narrow_folder, corpus, "--disk-path", tmp_path / "kv", check=1)
     assert "3 documents: 3 filled" in output
-    assert "1 of them could not be kept" in output
+    assert "1 documents could not be kept" in output
 
 
 def test_documents_that_are_too_short_to_be_looked_up_are_counted(narrow_folder, corpus, tmp_path, monkeypatch):

@@ -98,7 +98,7 @@ def test_interrupted_it_says_so_and_goes_on_where_it_stopped(tmp_path, narrow_fo
     assert running.returncode == 130, err
     assert out == ""
     assert "Traceback" not in err
-    assert "interrupted; what was done is kept" in err
+    assert "interrupted; finished work is kept" in err
     kept = measured()
     assert 4 <= len(kept) < 1 + 3 * 6
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""One chunk: what its KV costs when computed, taken from host memory, or read from disk."""
+"""Time to get one chunk's KV by computing it, from host memory, or from disk."""
 
 import statistics
 import tempfile
@@ -14,18 +14,18 @@ from kvmosaic.engines.hf.llm import LLM
 from kvmosaic.engines.hf.request_kv import RequestKV
 
 PLACE = 777
-"""Where the chunk goes in the request: not where it was computed, so that every way pays for the remap."""
+"""Position of the chunk in the request. It was computed at another one, so every source pays for the remap."""
 
 
 def run(model: str, tokens: int = 512, repeats: int = 7, progress: Callable[[str], None] = print) -> dict[str, Any]:
-    """Median milliseconds until the chunk's KV stands in a request's cache, by where it comes from."""
+    """Median milliseconds until the chunk's KV is in a request's cache, by source."""
     chunk = torch.randint(1000, 10000, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     result: dict[str, Any] = {"model": model, "tokens": tokens}
     with tempfile.TemporaryDirectory() as folder:
         progress("loading the model")
         loaded = LLM(model).model
         settings: dict[str, Any] = {"enable_chunk_cache": True, "disk_path": Path(folder), "remote": None}
-        # The disk tier alone: without host memory nothing is promoted, so every look-up reads the file.
+        # The disk tier alone: without host memory nothing is promoted, so every lookup reads the file.
         with LLM(loaded, **settings, host_memory=0) as from_disk, LLM(loaded, **settings) as from_host:
             if from_host.max_positions is not None and PLACE + tokens > from_host.max_positions:
                 raise PromptError(f"--tokens {tokens}: the model has {from_host.max_positions} positions, use fewer")

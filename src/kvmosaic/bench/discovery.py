@@ -1,4 +1,4 @@
-"""How much of unmarked traffic ``chunk_sources: auto`` finds, and what looking for it costs. No engine is needed."""
+"""How much repeated text ``chunk_sources: auto`` finds in unmarked traffic, and at what cost. Needs no engine."""
 
 import random
 import time
@@ -13,9 +13,9 @@ from kvmosaic.core.discovery import Discovery
 from kvmosaic.core.prompt import Span
 
 BLOCK = 16
-"""Tokens of a block of the prefix cache that is imagined beside it."""
+"""Block size of the simulated prefix cache, in tokens."""
 CACHED_TOKENS = 10**6
-"""Tokens that this cache holds."""
+"""Size of the engine's prefix cache that discovery assumes, in tokens."""
 DOCUMENTS = 60
 
 KINDS: dict[str, Callable[[Sequence[list[int]], random.Random], Iterator[Unmarked]]] = {
@@ -37,11 +37,12 @@ def run(prompts: int, seed: int, documents: Sequence[list[int]] | None = None) -
 
 
 def measure(prompts: Iterator[Unmarked]) -> dict[str, Any]:
-    """What is found of ``prompts``, sent one after the other, and each of their runs stored before the next. Shares
-    are of the tokens behind the prefix cache: those of documents, those of documents that two prompts had before and
-    of which nothing is in that cache, and those of runs that were stored. Times are of one core."""
+    """Send ``prompts`` one after the other, store the runs of each before the next, and measure what is found. Shares
+    are of the tokens that the prefix cache does not cover. ``in_documents``: tokens of documents. ``seen_twice``:
+    tokens of documents that at least two earlier prompts had, and of which the prefix cache covers nothing.
+    ``found``: tokens of stored runs. Times are CPU time."""
     discovery = Discovery(MARKERS, CACHED_TOKENS)
-    discovery.find(range(10**5))  # makes its tables as long as they will be
+    discovery.find(range(10**5))  # grows its tables to their full length before anything is timed
     seen: set[int] = set()
     stored: set[bytes] = set()
     visits: Counter[bytes] = Counter()
@@ -81,12 +82,13 @@ def measure(prompts: Iterator[Unmarked]) -> dict[str, Any]:
 
 
 def _text(ids: "array[int]", span: Span) -> bytes:
-    """What a span says."""
+    """The tokens of a span, as bytes."""
     return ids[span.start : span.end].tobytes()
 
 
 def _cached(ids: "array[int]", seen: set[int]) -> int:
-    """How many tokens of a prompt begin an earlier one, in full blocks; from now on, all of them do."""
+    """Number of tokens, in full blocks, with which both this prompt and an earlier one begin. Adds the prompt to
+    ``seen``."""
     cached = digest = 0
     for end in range(BLOCK, len(ids), BLOCK):
         digest = hash((digest, ids[end - BLOCK : end].tobytes()))

@@ -1,4 +1,4 @@
-"""What it costs to name documents: finding them in a request, and in the prompt's tokens. No engine is needed."""
+"""Time to find named documents in a request, and in the prompt's tokens. Needs no engine."""
 
 import json
 import random
@@ -12,9 +12,9 @@ from kvmosaic.core.sources import find_sources
 from kvmosaic.core.token_bytes import Tokenizer
 
 DOCUMENTS = (5, 20, 60)
-"""Documents of a prompt, in each row."""
+"""Number of documents per prompt, for each row."""
 WORDS = 4000
-"""Different words that documents are made of."""
+"""Number of different words that documents are made of."""
 
 
 def run(tokenizer: Tokenizer, tokens: int, repeats: int, seed: int) -> dict[str, Any]:

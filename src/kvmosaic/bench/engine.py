@@ -1,6 +1,6 @@
 """The vLLM engine that benchmarks run: a model of Llama-3-8B's shape, or of a part of it, with random weights.
 
-None have to be fetched.
+No weights have to be downloaded.
 """
 
 import json
@@ -42,11 +42,11 @@ SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """How much of the 8B shape there is, and whether it runs without compilation and CUDA graphs."""
+    """Size of the model, as a part of the 8B shape, and whether it runs without compilation and CUDA graphs."""
 
     layers: int = 32
     heads: int = 32
-    """Attention heads of 128 columns; a quarter as many KV heads. All other widths follow."""
+    """Number of attention heads of 128 columns. There are a quarter as many KV heads; other widths follow."""
     eager: bool = False
 
     @property
@@ -73,12 +73,12 @@ def start(model: Model, **settings: Any) -> "LLM":
     """An engine in this process; ``settings`` are vLLM's and the chunk cache's."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
-        from kvmosaic.vllm import LLM  # after vLLM was told how to run
+        from kvmosaic.vllm import LLM  # after the variable that tells vLLM how to run
     except ImportError as error:
         raise KvmosaicError(str(error)) from None
     from kvmosaic.bench.weights import LOAD_FORMAT
 
-    # One name for one shape: what vLLM compiles for it is found again when the next engine starts.
+    # One folder name per shape, so that the next engine finds the code that vLLM compiled for it.
     folder = Path(platformdirs.user_cache_dir("kvmosaic"), "bench", f"{model.layers}-layers-{model.heads}-heads")
     folder.mkdir(parents=True, exist_ok=True)
     Path(folder, "config.json").write_text(json.dumps(model.config()))
@@ -101,7 +101,7 @@ def _in_float32() -> bool:
 
 
 def machine() -> dict[str, str]:
-    """What times depend on besides the benchmark."""
+    """Device and software versions, on which times depend."""
     import torch
     import vllm
 

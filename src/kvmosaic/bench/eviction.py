@@ -18,7 +18,7 @@ BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 
 class Policy(Protocol):
-    """What the comparison needs of a policy."""
+    """The methods of a policy that the comparison needs."""
 
     def __contains__(self, key: int) -> bool: ...
     def touch(self, key: int) -> None: ...
@@ -27,7 +27,7 @@ class Policy(Protocol):
 
 
 class LRU:
-    """Evicts what was used longest ago."""
+    """Evicts the least recently used chunk."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -1,7 +1,7 @@
-"""What others wait for while a long prompt is blended: inter-token times of decoding requests.
+"""Inter-token times of decoding requests while a long prompt is blended.
 
-Against the same while vLLM prefills such a prompt in steps of 2048 tokens, and while there is nothing else. All in
-one engine, by turns.
+They are compared with those while vLLM prefills such a prompt in steps of 2048 tokens, and while nothing else runs.
+All cases run in one engine, in turns.
 """
 
 import time
@@ -15,13 +15,13 @@ from kvmosaic.bench.steps import Request, Steps, percentiles
 from kvmosaic.bench.traffic import Corpus, Prompt, assemble, random_tokens
 
 STEP_TOKENS = 2048
-"""Tokens that vLLM computes in a step at most."""
+"""Maximum number of tokens that vLLM computes in a step."""
 QUIET_STEPS = 20
-"""Steps with nothing but decoding, in every turn."""
+"""Number of steps with only decoding, in every turn."""
 SETTLING_STEPS = 3
-"""Steps between the cases, so that none counts what the one before it left."""
+"""Number of steps between two cases, so that no case measures leftovers of the one before."""
 DECODER_TOKENS = 128
-"""Prompt of a decoding request."""
+"""Prompt length of a decoding request, in tokens."""
 CASES = ("nothing else", "prefill", "blend")
 
 
@@ -101,7 +101,7 @@ def measure(
         _repeat(steps, QUIET_STEPS)
         gaps["nothing else"] += _between(decoding, begin)
         for case in ("prefill", "blend"):
-            coming = prompt(case)  # making it takes time that decoding requests would wait
+            coming = prompt(case)  # made before timing starts, because decoding requests would wait for it
             _repeat(steps, SETTLING_STEPS)
             begin = time.perf_counter()
             request = steps.add(coming, 1, params[case])
@@ -110,8 +110,10 @@ def measure(
             gaps[case] += _between(decoding, begin)
             took[case].append(request.first_token_ms())
             if case == "blend":
-                assert [chunk["status"] for chunk in request.chunks] == ["cached"] * len(texts), "not all was reused"
-    assert not any(request.is_finished for request in decoding), "too many turns: decoding requests came to an end"
+                assert [chunk["status"] for chunk in request.chunks] == ["cached"] * len(texts), (
+                    "not all chunks were reused"
+                )
+    assert not any(request.is_finished for request in decoding), "too many turns: a decoding request finished"
     steps.abort()
     cases = {
         case: {

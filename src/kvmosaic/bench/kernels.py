@@ -1,7 +1,7 @@
-"""Our kernels against ceilings measured in the same run. Needs a GPU.
+"""Speed of our kernels compared with ceilings measured in the same run. Needs a GPU.
 
-Those that move KV: against a plain device copy of the same bytes. Attention of chosen tokens: against a matrix
-product, and against PyTorch's own attention of all tokens."""
+Kernels that move KV are compared with a plain device copy of the same bytes. Attention of chosen tokens is compared
+with a matrix product, and with PyTorch's own attention of all tokens."""
 
 import random
 import statistics
@@ -20,12 +20,12 @@ BLOCK = 16
 REPEATS = 20
 MATRIX = 8192
 RATIOS, RUNS = (0.05, 0.15), (1, 4, 16, 64)
-"""Shares of the tokens that ask, and lengths of the runs they come in."""
+"""Shares of the tokens that are queries, and lengths of their runs, in tokens."""
 
 
 def run(context: int, chunk: int, layers: int, heads: int, group: int, head_dim: int) -> dict[str, Any]:
-    """GB/s, read and written, of moving ``context`` tokens in chunks between entries and a paged bf16 cache; TFLOP/s
-    of attention in one layer, with ``group`` query heads to each of ``heads``."""
+    """GB/s (bytes read and written) of moving ``context`` tokens in chunks between entries and a paged bf16 cache;
+    TFLOP/s of attention in one layer, with ``group`` query heads per KV head."""
     if not torch.cuda.is_available():
         raise ConfigError("this benchmark needs a GPU")
     blocks = random.Random(0).sample(range(2 * context // BLOCK), context // BLOCK)
@@ -70,7 +70,7 @@ def _attention(context: int, heads: int, group: int, head_dim: int, blocks: list
     rows = [_row("matmul", _milliseconds(lambda: a @ b), 2 * MATRIX**3)]
     q, k, v = torch.randn(3, 1, heads * group, context, head_dim, dtype=torch.bfloat16, device="cuda")
     dense = torch.nn.functional.scaled_dot_product_attention
-    per_key = 4 * heads * group * head_dim  # products and sums of one query and one key
+    per_key = 4 * heads * group * head_dim  # multiplications and additions for one query and one key
     ms = _milliseconds(lambda: dense(q, k, v, is_causal=True))
     rows.append(_row("dense attention", ms, per_key * context * (context + 1) // 2))
     at_once = key_ranges_at_once(a.device, heads)
@@ -105,12 +105,12 @@ def _cache(context: int, heads: int, head_dim: int) -> torch.Tensor:
 
 
 def _milliseconds(function: Callable[[], object]) -> float:
-    """Median of the GPU's own time."""
+    """Median time on the GPU."""
     times = []
     for _ in range(REPEATS + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000)  # the launch is queued meanwhile
+        torch.cuda._sleep(2_000_000)  # keeps the GPU busy while the launch is queued
         start.record()
         function()
         end.record()

@@ -1,4 +1,4 @@
-"""What a lookup costs, and that it costs the same however many entries there are."""
+"""Time of a lookup, which should not depend on the number of entries."""
 
 import random
 import statistics
@@ -42,7 +42,7 @@ def _measure(entries: int) -> dict[str, Any]:
 def _median_us(store: ChunkStorageManager, numbers: list[int]) -> float:
     times = []
     for number in numbers:
-        key, tokens = _key(number), (number,)  # made anew, as a request does
+        key, tokens = _key(number), (number,)  # created for every lookup, as for a request
         start = time.perf_counter_ns()
         store.lookup(key, tokens, ())
         times.append(time.perf_counter_ns() - start)

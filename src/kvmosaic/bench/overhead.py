@@ -1,4 +1,4 @@
-"""What the chunk cache costs requests that have no chunks: vLLM's step time with it and without it."""
+"""Cost of the chunk cache for requests without chunks: vLLM's step time with and without it."""
 
 import random
 import statistics
@@ -16,8 +16,8 @@ PROMPT_TOKENS = 512
 
 
 def run(model: Model, turns: int, repeats: int, outputs: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Median milliseconds of a decode step, and of prefilling a batch, of both engines in ``turns`` turns each;
-    medians of ``repeats`` batches in each turn, with ``outputs`` tokens per answer."""
+    """Milliseconds of a decode step, and of prefilling a batch, for both engines. They are medians over ``turns``
+    starts of each engine, each computed from medians of ``repeats`` batches, with ``outputs`` tokens per answer."""
     times: dict[str, list[dict[str, Any]]] = {"plain": [], "chunk_cache": []}
     for turn in range(turns):
         for engine, results in times.items():
@@ -34,7 +34,7 @@ def run(model: Model, turns: int, repeats: int, outputs: int, progress: Callable
 def measure(engine: str, model: dict[str, Any], repeats: int, outputs: int) -> dict[str, Any]:
     """Times of one engine."""
     llm = start(Model(**model), enable_chunk_cache=engine == "chunk_cache", max_model_len=4096)
-    from vllm import SamplingParams  # after the engine's start, which says how vLLM is to run
+    from vllm import SamplingParams  # after start(), which tells vLLM how to run
 
     rng = random.Random(0)
 

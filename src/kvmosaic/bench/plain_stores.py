@@ -1,6 +1,6 @@
-"""What is behind the tiers, used plainly: no index, no checksums, no deadlines, memory that is set up once.
+"""Plain use of the tiers' backends: no index, no checksums, no deadlines, memory that is set up once.
 
-Each does all it can to be fast, as it is what our tiers are measured against.
+Each is as fast as possible, because our tiers are compared with it.
 """
 
 import os
@@ -28,7 +28,7 @@ class PlainStore(ABC):
     """Writes ``sent`` and reads it back into ``received``, entry by entry."""
 
     title: str
-    """What it is, in a few words."""
+    """Short name of the store, for results."""
 
     def __init__(self, sent: Values, received: Values) -> None:
         self.sent = sent
@@ -42,22 +42,22 @@ class PlainStore(ABC):
 
     @abstractmethod
     def clean(self) -> None:
-        """Drop what was put; nothing there is no error."""
+        """Delete everything that was put. Missing values are no error."""
 
     def close(self) -> None:  # noqa: B027 - memory and files hold nothing that needs closing
-        """Let go of connections."""
+        """Close connections."""
 
 
 class PlainServer(PlainStore):
-    """A store that is another process."""
+    """A store in another process."""
 
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> int:
-        """How many of ``keys``, anybody's, are there."""
+        """Number of ``keys`` that exist, whichever client wrote them."""
 
 
 class Memory(PlainStore):
-    """A copy there, and one back."""
+    """Copies to memory and back."""
 
     title = "memcpy"
 
@@ -104,7 +104,7 @@ class Files(PlainStore):
 
 
 class Wire(PlainServer):
-    """SET and GET over one connection, those of an entry sent together; values are received where they belong."""
+    """SET and GET over one connection. The commands of an entry are sent together; values are received in place."""
 
     title = "SET/GET on a socket"
 
@@ -138,7 +138,7 @@ class Wire(PlainServer):
 
 
 class RedisPackage(PlainServer):
-    """The servers' official client, a pipeline per entry. It returns values in memory of its own."""
+    """The servers' official client, with a pipeline per entry. It returns values in its own memory."""
 
     title = "redis-py"
 
@@ -180,7 +180,7 @@ class RedisPackage(PlainServer):
 
 
 class Mooncake(PlainServer):
-    """A client of the library, a batch per entry, from and into memory that was registered once."""
+    """A client of Mooncake's library, with a batch per entry, from and into memory that is registered once."""
 
     title = "batch_put_from/batch_get_into"
 
@@ -222,7 +222,7 @@ def _into(target: npt.NDArray[np.uint8], _: int) -> list[npt.NDArray[np.uint8]]:
 
 
 def plain_stores(url: str, sent: Values, received: Values, names: str) -> list[PlainServer]:
-    """What to measure a remote tier against. ``names`` is what all keys start with."""
+    """The plain stores that a remote tier is compared with. ``names``: prefix of all keys."""
     entries, values, _ = sent.shape
     keys = [[f"{names}:{entry}:{value}" for value in range(values)] for entry in range(entries)]
     parsed = RemoteUrl.parse(url)

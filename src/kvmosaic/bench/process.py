@@ -1,6 +1,6 @@
-"""Measurements in processes of their own: vLLM keeps its connector in a global, and gives memory back by ending.
+"""Runs measurements in separate processes: vLLM keeps its connector in a global, and frees memory only when it ends.
 
-A module that is measured so has a function ``measure``, whose arguments and result are JSON.
+A module that is measured this way has a function ``measure``, whose arguments and result are JSON.
 """
 
 import importlib
@@ -16,11 +16,11 @@ from kvmosaic.core.errors import KvmosaicError
 
 ENGINES = ("plain", "reuse")
 RESULT, ERROR, STATUS = "KVMOSAIC-RESULT ", "KVMOSAIC-ERROR ", "KVMOSAIC-STATUS "
-"""What lines begin with that are for us: vLLM writes to the same output."""
+"""Prefixes of lines for the parent process; vLLM writes to the same output."""
 
 
 def run_apart(module: str, arguments: dict[str, Any], progress: Callable[[str], None]) -> Any:
-    """What ``measure(**arguments)`` of a module returns in a new process; ``progress`` gets what that one tells."""
+    """The result of a module's ``measure(**arguments)`` in a new process; ``progress`` receives its status lines."""
     command = [sys.executable, "-m", "kvmosaic.bench.process", module, json.dumps(arguments)]
     said: list[str] = []
     reason = ""
@@ -31,7 +31,7 @@ def run_apart(module: str, arguments: dict[str, Any], progress: Callable[[str], 
         for line in child.stdout:
             if line.startswith(RESULT):
                 result = json.loads(line.removeprefix(RESULT))
-                child.communicate()  # the next process needs the memory of this one
+                child.communicate()  # waits for the end of this process, because the next one needs its memory
                 return result
             if line.startswith(ERROR):
                 reason = line.removeprefix(ERROR).strip()
@@ -45,8 +45,8 @@ def run_apart(module: str, arguments: dict[str, Any], progress: Callable[[str], 
 
 
 def compare(module: str, arguments: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
-    """What ``measure(engine=…, **arguments)`` returns for plain vLLM and for vLLM with the chunk cache: one at a
-    time, as they would take each other's time."""
+    """The results of ``measure(engine=…, **arguments)`` for plain vLLM and for vLLM with the chunk cache. They run
+    one at a time, because they would slow each other down."""
     measured = {}
     for engine in ENGINES:
 
@@ -58,7 +58,7 @@ def compare(module: str, arguments: dict[str, Any], progress: Callable[[str], No
 
 
 def tell(status: str) -> None:
-    """Say, from inside ``measure``, what is being done."""
+    """Report the current status from inside ``measure``."""
     print(STATUS + status, flush=True)
 
 

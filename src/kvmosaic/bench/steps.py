@@ -1,4 +1,4 @@
-"""vLLM's engine stepped by hand, so that it is known when each token of each request came."""
+"""Steps vLLM's engine by hand, and records when each token of each request came."""
 
 import math
 import time
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class Request:
-    """What became of a request; times as of ``time.perf_counter``, in seconds."""
+    """The course of a request. Times are those of ``time.perf_counter``, in seconds."""
 
     since: float
-    """When it came."""
+    """Arrival time of the request."""
     tokens: list[float] = field(default_factory=list)
-    """When its tokens came."""
+    """Time of each generated token."""
     is_finished: bool = False
     chunks: list[dict[str, Any]] = field(default_factory=list)
-    """What was reported of its chunks: none when it was served as plain vLLM would."""
+    """The report on its chunks; empty if it was served like in plain vLLM."""
 
     def first_token_ms(self, now: float = math.nan) -> float:
-        """Until the first token, or until ``now`` while there is none."""
+        """Milliseconds until the first token, or until ``now`` if there is none yet."""
         return ((self.tokens[0] if self.tokens else now) - self.since) * 1e3
 
     def gaps_ms(self, begin: float = -math.inf) -> list[float]:
-        """Times between tokens, of those that came after ``begin``."""
+        """Milliseconds between consecutive tokens, for tokens that came after ``begin``."""
         return [(later - sooner) * 1e3 for sooner, later in pairwise(self.tokens) if later > begin]
 
 
 class Steps:
-    """Requests in an engine of this process."""
+    """Runs requests in an engine of this process."""
 
     def __init__(self, llm: "LLM") -> None:
         self._engine = llm.llm_engine
@@ -48,8 +48,8 @@ class Steps:
         return bool(self._running)
 
     def add(self, prompt: Prompt, outputs: int, params: dict[str, Any] | None, since: float | None = None) -> Request:
-        """Have a request answered with ``outputs`` tokens. ``params`` are what it asks of the chunk cache; ``None``
-        in an engine that has none. ``since``: when it came, if not now."""
+        """Add a request for ``outputs`` tokens. ``params``: its chunk-cache parameters; ``None`` in an engine without
+        a chunk cache. ``since``: its arrival time, if not now."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -70,7 +70,7 @@ class Steps:
         return request
 
     def step(self) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         outputs = self._engine.step()
         now = time.perf_counter()
         for output in outputs:
@@ -84,12 +84,12 @@ class Steps:
                 del self._running[output.request_id]
 
     def finish(self) -> None:
-        """Steps until every request has its answer."""
+        """Run steps until every request is finished."""
         while self._running:
             self.step()
 
     def abort(self) -> None:
-        """Give up what has no answer yet."""
+        """Abort all unfinished requests."""
         self._engine.abort_request(list(self._running))
         self._running.clear()
 

@@ -1,4 +1,4 @@
-"""Every tier, opened as engines open it, against a plain use of what is behind it, in turns in one run."""
+"""Speed of every tier, opened as engines open it, compared with plain use of its backend, in turns in one run."""
 
 import statistics
 import tempfile
@@ -26,11 +26,11 @@ from kvmosaic.store.remote.keys import names_of
 REPEATS = 15
 LOOKUP_KEYS = 2048
 DEADLINE_MS = 10_000
-"""Longer than an engine's: a benchmark should not fail because a machine is busy."""
+"""Deadline of the remote tier. Longer than an engine's, because a benchmark should not fail on a busy machine."""
 
 
 class Shape(NamedTuple):
-    """Of the entries that are moved; numbers are bf16."""
+    """Shape of the entries that are moved. Numbers are bf16."""
 
     entries: int
     tokens: int
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 
 class Bench:
-    """Measures tiers with the same entries, all of a tenant that nobody else has."""
+    """Measures tiers with the same entries, which belong to a tenant with a unique name."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -56,14 +56,14 @@ class Bench:
         self.share = HeadShare.of_rank(0, 1, shape.heads, shape.layers)
         size = shape.entries, shape.heads, shape.head_bytes
         self.sent = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-        self.received = np.ones(size, np.uint8)  # not empty, so that every page is there
-        # As an engine stages them: head by head, each entry in memory of its own.
+        self.received = np.ones(size, np.uint8)  # not np.empty, so that every page is mapped
+        # As engines stage them: head by head, each entry in separate memory.
         data = map(torch.clone, torch.from_numpy(self.sent))
         self.entries = [self._entry(number, shape, each) for number, each in enumerate(data)]
         self.keys = [entry.key for entry in self.entries]
 
     def open(self, **settings: Any) -> ChunkStorageManager:
-        """With memory for all entries."""
+        """A store with host memory for all entries."""
         chosen = {"disk_path": None, "remote": None, "tenant_quota": None, "tenant": self.tenant} | settings
         memory = 2 * self.shape.nbytes
         config = load_config(per_head_storage=True, remote_deadline_ms=DEADLINE_MS, host_memory=memory, **chosen)
@@ -75,7 +75,8 @@ class Bench:
             store.flush()
 
     def host(self) -> list[dict[str, Any]]:
-        """Entries are handed out where they are, so that both sides have to copy them somewhere."""
+        """Rows of the host tier. It returns entries without a copy, so ``get`` copies them, as the plain store
+        does."""
         parts_of_more = [
             replace(entry, data=data.view(torch.bfloat16))
             for entry, data in zip(self.entries, torch.from_numpy(self.sent), strict=True)
@@ -118,7 +119,7 @@ class Bench:
         reader: ChunkStorageManager,
         plain: Sequence[PlainStore],
     ) -> list[dict[str, Any]]:
-        """One engine has its entries written, another fetches them into its memory."""
+        """Rows of a tier that one engine writes entries to, and from which another fetches them into its memory."""
 
         def put() -> None:
             for entry in self.entries:
@@ -141,20 +142,20 @@ class Bench:
         get: Callable[[], object],
         clean: Callable[[], object],
     ) -> list[dict[str, Any]]:
-        """Our ``put`` and ``get`` and those of ``plain``, in turns."""
+        """Rows that compare our ``put`` and ``get`` with those of ``plain``, in turns."""
         times: dict[tuple[str, str], list[float]] = {}
         sides: list[tuple[str, Callable[[], object], Callable[[], object], Callable[[], object]]] = [
             ("ours", put, get, clean),
             *((peer.title, peer.put, peer.get, peer.clean) for peer in plain),
         ]
         for turn in range(REPEATS + 1):
-            # Whoever comes next finds what the one before left in caches and in the store's free memory.
+            # The order alternates, because each side inherits caches and the store's free memory from the one before.
             for name, put_all, get_all, remove_all in sides[:: 1 if turn % 2 else -1]:
                 try:
                     seconds = _seconds(put_all), _seconds(get_all)
                 finally:
                     remove_all()
-                if turn > 0:  # the first connects, and touches memory for the first time
+                if turn > 0:  # the first turn connects, and touches memory for the first time
                     for operation, taken in zip(("put", "get"), seconds, strict=True):
                         times.setdefault((name, operation), []).append(taken)
         speed = {what: self.shape.nbytes / 1e6 / statistics.median(taken) for what, taken in times.items()}
@@ -177,7 +178,7 @@ class Bench:
             raise KvmosaicError("the store did not take an entry; the log says why")
 
     def _find(self, store: ChunkStorageManager, tier: str) -> list[ChunkKV]:
-        """All entries, each of which ``tier`` had."""
+        """All entries. Each has to be found in ``tier``."""
         found = []
         for entry in self.entries:
             result = store.lookup(entry.key, entry.tokens, entry.context)
@@ -189,7 +190,7 @@ class Bench:
     def _lookup(
         self, tier: str, writer: ChunkStorageManager, reader: ChunkStorageManager, peer: PlainServer
     ) -> dict[str, Any]:
-        """Milliseconds to ask for many heads at once, all of which are there."""
+        """Row with the milliseconds to look up many heads at once, all of which are stored."""
         small = Shape(-(-LOOKUP_KEYS // self.shape.heads), 1, self.shape.layers, self.shape.heads, 1)
         nothing = torch.zeros(small.heads, small.head_bytes, dtype=torch.uint8)
         entries = [self._entry(number, small, nothing) for number in range(small.entries)]
@@ -218,7 +219,7 @@ class Bench:
         }
 
     def _entry(self, number: int, shape: Shape, data: torch.Tensor) -> ChunkKV:
-        """``data`` is ``[heads, bytes]``."""
+        """Entry ``number``; ``data`` is ``[heads, bytes]``."""
         tokens = tuple(range(number * shape.tokens, (number + 1) * shape.tokens))
         fingerprint = format_fingerprint(shape=shape)
         heads = str(self.share.heads)
@@ -228,9 +229,9 @@ class Bench:
 
 
 def run(shape: Shape, remote: str | None, disk_path: Path | None, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Rows of MB/s (10⁶ bytes of KV), ours and plain, by tier and operation, and of the time of a lookup: medians. So
-    is the ratio, of those of single turns: what slows a machine down for a second slows both sides of a turn.
-    ``disk_path`` is a folder on the disk to measure, in which nothing stays behind."""
+    """Rows of MB/s (10⁶ bytes of KV), ours and plain, by tier and operation, and rows of lookup times. All values are
+    medians. The ratio is the median over turns of the ratio in each turn, because a disturbance slows both sides of a
+    turn. ``disk_path``: a folder on the disk to measure; temporary files in it are removed."""
     bench = Bench(shape)
     progress("host memory")
     rows = bench.host()
@@ -246,7 +247,7 @@ def run(shape: Shape, remote: str | None, disk_path: Path | None, progress: Call
 
 
 def _ratio(ours: Sequence[float], plain: Sequence[float]) -> float:
-    """How fast ours is, as a share of plain; times by turn."""
+    """Our speed as a share of the plain speed, from the times of each turn."""
     return statistics.median(theirs / mine for mine, theirs in zip(ours, plain, strict=True))
 
 

@@ -1,7 +1,7 @@
-"""Endless new combinations of known documents, with little memory: does reuse stay as fast as it was?
+"""Many new combinations of known documents, with little memory: does reuse stay as fast as it was?
 
-Plain vLLM with its prefix cache and vLLM with the chunk cache, each in a process of its own, one after the other,
-answer the same queries, one at a time.
+Plain vLLM with its prefix cache and vLLM with the chunk cache answer the same queries, one at a time. The engines run
+one after the other, each in a separate process.
 """
 
 import statistics
@@ -17,9 +17,9 @@ from kvmosaic.bench.traffic import Corpus, assemble, new_combinations
 from kvmosaic.core.errors import ConfigError
 
 POOL_PROMPTS = 4
-"""Prompts whose KV vLLM's own cache has room for."""
+"""Number of prompts whose KV fits into vLLM's own cache."""
 OUTPUTS = 4
-"""Tokens per answer: missing documents are filled in the steps after the first."""
+"""Number of tokens per answer. Missing documents are filled in the steps after the first token."""
 
 
 def run(
@@ -32,11 +32,11 @@ def run(
     ratio: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Mean time to the first token of both engines, by batches of ``batch`` queries, and how many times faster reuse
-    is. The first batch has to fill the cache. ``device_share``, ``host_share``: how much of the corpus fits the
-    chunk cache on the device and in host memory; plain vLLM gets the device's part on top of its own cache."""
+    """Mean time to the first token of both engines, by batches of ``batch`` queries, and the speed-up of reuse. The
+    first batch has to fill the cache. ``device_share``, ``host_share``: sizes of the chunk cache on the device and in
+    host memory, as shares of the corpus. Plain vLLM gets the device's share in addition to its own cache."""
     if queries < 2 * batch:
-        raise ConfigError(f"{queries} queries in batches of {batch}: there have to be two batches at least")
+        raise ConfigError(f"{queries} queries in batches of {batch}: there have to be at least two batches")
     arguments = {
         "model": asdict(model),
         "corpus": asdict(corpus),
@@ -79,7 +79,7 @@ def measure(
     tell("starting vLLM")
     shape, documents = Model(**model), Corpus(**corpus)
     has_gpu = torch.cuda.is_available()
-    block = 16 if has_gpu else 32  # what backends do well with
+    block = 16 if has_gpu else 32  # block sizes that backends handle well
     length = documents.prompt_tokens + OUTPUTS
     pool = POOL_PROMPTS * (-(-length // block) + 1) * block
     device = int(device_share * documents.tokens) if has_gpu else 0

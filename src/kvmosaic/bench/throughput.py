@@ -1,7 +1,7 @@
-"""vLLM under Poisson arrivals of RAG traffic: what requests wait, and how many of them a second are served in time.
+"""vLLM under RAG traffic with Poisson arrivals: latencies, and the highest request rate that meets an objective.
 
-Plain vLLM with its prefix cache and vLLM with the chunk cache, one after the other, get the same requests at the same
-times. All documents were seen before.
+Plain vLLM with its prefix cache and vLLM with the chunk cache run one after the other, and get the same requests at
+the same times. All documents have been seen before.
 """
 
 import time
@@ -15,7 +15,7 @@ from kvmosaic.bench.steps import Request, Steps, hit_share, percentiles
 from kvmosaic.bench.traffic import Corpus, arrivals, assemble, popular
 
 WARM_UP = 8
-"""Requests of the coming kind that do not count."""
+"""Number of warm-up requests of the measured kind, which do not count."""
 
 
 def run(
@@ -28,8 +28,8 @@ def run(
     ratio: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Times of both engines at every rate of arrivals, in requests per second, kept up for ``seconds``; ``outputs``
-    tokens are generated for each. ``objective_ms``: within what nine of ten requests shall have their first token."""
+    """Latencies of both engines at every rate, in requests per second. Each rate lasts for ``seconds``; ``outputs``
+    tokens are generated per request. ``objective_ms``: target for the 90th percentile of the time to first token."""
     rates = sorted(rates)
     arguments = {
         "model": asdict(model),
@@ -37,7 +37,7 @@ def run(
         "rates": rates,
         "seconds": seconds,
         "outputs": outputs,
-        # Who has no first token after that has missed the objective, however long it would have taken.
+        # A request without a first token after this time has missed the objective in any case.
         "grace": 2 * objective_ms / 1e3,
         "ratio": ratio,
     }
@@ -70,8 +70,8 @@ def measure(
     grace: float,
     ratio: float,
 ) -> dict[str, Any]:
-    """Times of one engine at every rate; requests that are not served ``grace`` seconds after the last came are
-    given up."""
+    """Latencies of one engine at every rate. Requests that are unfinished ``grace`` seconds after the last arrival
+    are aborted."""
     tell("starting vLLM")
     documents = Corpus(**corpus)
     llm = start(
@@ -99,11 +99,11 @@ class _Load:
         self._texts, self._system = corpus.texts(), corpus.system()
 
     def warm_up(self) -> None:
-        """Shows the engine every document once, and then a few requests of the kind that is measured."""
+        """Send every document once, and then a few requests of the measured kind."""
         rng, each = self._corpus.rng("warm-up"), self._corpus.per_query
         for first in range(0, self._corpus.documents, each):
             prompt = assemble(self._system, self._texts[first : first + each], rng)
-            # Documents are filled in steps that decode, at least one in each.
+            # Documents are filled in decode steps, at least one per step.
             self._steps.add(prompt, 1 + each, self._params)
             self._steps.finish()
         queries = popular(self._corpus, rng)
@@ -112,8 +112,9 @@ class _Load:
         self._steps.finish()
 
     def offer(self, rate: float, seconds: float, grace: float) -> dict[str, Any]:
-        """Requests at their times. Times to the first token count from when a request came, not from when the engine
-        first had time to look at it; of those that never got one they are what was waited for nothing."""
+        """Send requests at their arrival times, and measure latencies. Times to the first token count from a
+        request's arrival, not from when the engine first looked at it. A request that never got one counts with the
+        time that it waited."""
         rng, requests = self._corpus.rng(f"rate {rate:g}"), list[Request]()
         times = arrivals(rate, seconds, rng)
         queries = popular(self._corpus, rng)
@@ -132,7 +133,7 @@ class _Load:
             else:
                 time.sleep(max(0.0, times[len(requests)] - (time.perf_counter() - begin)))
         end = time.perf_counter()
-        unsent = [Request(begin + at) for at in times[len(requests) :]]  # while one very long step lasted
+        unsent = [Request(begin + at) for at in times[len(requests) :]]  # arrived during one very long step
         self._steps.abort()
         served = [request for request in requests if request.is_finished]
         took = max([seconds, *(request.tokens[-1] - begin for request in served)])

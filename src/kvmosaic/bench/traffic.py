@@ -1,4 +1,4 @@
-"""Made-up RAG traffic, the same for everybody who asks with the same seed."""
+"""Made-up RAG traffic. The same seed gives the same traffic."""
 
 import math
 import random
@@ -11,11 +11,11 @@ from kvmosaic.core.errors import ConfigError
 SYSTEM_TOKENS = 40
 QUESTION_TOKENS = 20
 ZIPF = 1.0
-"""The document of rank r is asked for in proportion to r to the power of minus this."""
+"""Exponent s of Zipf's law: the document of rank r is requested in proportion to r to the power of -s."""
 
 
 class Prompt(NamedTuple):
-    """Token ids, and where system, documents and question begin and end."""
+    """Token ids, and the boundaries (begin, end) of system prompt, documents and question."""
 
     ids: list[int]
     boundaries: list[tuple[int, int]]
@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, all of one length, and how many of them a query has."""
+    """Documents of the same length, and the number of documents per query."""
 
     documents: int = 200
     document_tokens: int = 512
@@ -43,11 +43,11 @@ class Corpus:
         return SYSTEM_TOKENS + self.per_query * self.document_tokens + QUESTION_TOKENS
 
     def rng(self, purpose: str) -> random.Random:
-        """Random numbers for one purpose, which do not depend on what others draw."""
+        """A random number generator for one purpose, independent of those for other purposes."""
         return random.Random(f"{self.seed} {purpose}")
 
     def texts(self) -> list[list[int]]:
-        """Every document."""
+        """The token ids of every document."""
         rng = self.rng("documents")
         return [random_tokens(rng, self.document_tokens) for _ in range(self.documents)]
 
@@ -71,9 +71,10 @@ def assemble(system: list[int], documents: Sequence[list[int]], rng: random.Rand
 
 
 def popular(corpus: Corpus, rng: random.Random) -> Iterator[list[int]]:
-    """Endless queries: different documents, by number, each drawn by Zipf's law from those left; in random order."""
+    """Endless queries, as numbers of documents in random order. The documents of a query differ; each is drawn by
+    Zipf's law from those left."""
     while True:
-        # Of exponential waiting times with these rates the shortest belong to such a draw.
+        # The documents with the shortest exponential waiting times, at these rates, are such a draw.
         waits = [(rng.expovariate(1.0) * (number + 1) ** ZIPF, number) for number in range(corpus.documents)]
         drawn = [number for _, number in sorted(waits)[: corpus.per_query]]
         rng.shuffle(drawn)
@@ -81,9 +82,10 @@ def popular(corpus: Corpus, rng: random.Random) -> Iterator[list[int]]:
 
 
 def new_combinations(corpus: Corpus, count: int, rng: random.Random) -> Iterator[list[int]]:
-    """``count`` queries, by numbers of documents: all equally popular, in random order, no set of them twice."""
+    """``count`` queries, as numbers of documents in random order. All documents are equally popular; no set comes
+    twice."""
     if math.comb(corpus.documents, corpus.per_query) < count:
-        raise ConfigError(f"{corpus.documents} documents make no {count} combinations of {corpus.per_query}")
+        raise ConfigError(f"{corpus.documents} documents make fewer than {count} combinations of {corpus.per_query}")
     seen: set[frozenset[int]] = set()
     while len(seen) < count:
         drawn = rng.sample(range(corpus.documents), corpus.per_query)
@@ -93,7 +95,7 @@ def new_combinations(corpus: Corpus, count: int, rng: random.Random) -> Iterator
 
 
 def arrivals(rate: float, seconds: float, rng: random.Random) -> list[float]:
-    """When requests come, in seconds: a Poisson process of ``rate`` per second; at least one request."""
+    """Arrival times of requests, in seconds: a Poisson process of ``rate`` per second, with at least one request."""
     times = [rng.expovariate(rate)]
     while times[-1] < seconds:
         times.append(times[-1] + rng.expovariate(rate))

@@ -1,4 +1,4 @@
-"""Time to first token inside vLLM: full prefill, prefix-cache hit, and reuse in an order never seen, in one run."""
+"""Time to first token inside vLLM: full prefill, prefix-cache hit, and reuse in a new order, in one run."""
 
 import random
 import statistics
@@ -24,12 +24,12 @@ def run(
     repeats: int = 5,
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Medians in ms over ``repeats`` prompts of ``context`` tokens in chunks of 512, all cached in ``tier``
-    (``device`` or ``host``), each time in a new order: by full prefill, by a hit in vLLM's prefix cache, and by reuse
-    with every policy and ratio (0 once: there all policies are the same), after a system prompt that was used before
-    and after one that was not."""
+    """Median milliseconds over ``repeats`` prompts of ``context`` tokens in chunks of 512, each time in a new order,
+    with all chunks cached in ``tier`` (``device`` or ``host``): by full prefill, by a hit in vLLM's prefix cache, and
+    by reuse with every policy and ratio. Ratio 0 is measured once, because there all policies are the same. Reuse is
+    measured after a known system prompt and after a new one."""
     if tier == "device" and not torch.cuda.is_available():
-        raise KvmosaicError("there is no GPU, so nothing is cached on one; use --tier host")
+        raise KvmosaicError("--tier device needs a GPU; use --tier host")
     progress("starting vLLM")
     llm = start(
         model,
@@ -40,7 +40,7 @@ def run(
         max_model_len=context + 4096,
         max_num_batched_tokens=8192,
     )
-    from vllm import SamplingParams  # after the engine's start, which says how vLLM is to run
+    from vllm import SamplingParams  # after start(), which tells vLLM how to run
 
     rng = random.Random(0)
 
@@ -63,12 +63,12 @@ def run(
     ours: dict[tuple[str, float], dict[str, list[float]]] = {
         case: {"reuse_ms": [], "reuse_new_system_ms": []} for case in cases
     }
-    for number in range(-1, repeats):  # the first fills the cache and warms up; it does not count
+    for number in range(-1, repeats):  # the first round fills the cache and warms up; it does not count
         progress(f"round {number + 1} of {repeats}")
         plain, _ = prompt(random_tokens(rng, SYSTEM_TOKENS))
         measured = [(times, first_token_ms(plain, chunk_cache=False)) for times in peers.values()]
         for (policy, ratio), columns in ours.items():
-            # Of what comes now, vLLM's own cache shall have the known system prompt, and no chunks in the same order.
+            # Now vLLM's own cache has to hold the known system prompt, and no chunks in the same order.
             llm.reset_prefix_cache()
             first_token_ms([*known_system, *random_tokens(rng, 1)], chunk_cache=False)
             for system, times in zip(

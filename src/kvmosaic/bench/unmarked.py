@@ -1,4 +1,4 @@
-"""Made-up traffic in which nothing says where documents are: the same for everybody who asks with the same seed."""
+"""Made-up traffic in which documents are not marked. The same seed gives the same traffic."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,15 @@ BEGIN, END = 1, 2
 """Tokens that begin and end a message."""
 MARKERS = frozenset({BEGIN, END})
 JOINT = [198, 198]
-"""What stands between two documents, like two line breaks."""
+"""Tokens between two documents, like two line breaks."""
 FILES, COMPACT_AT, KEPT = 30, 16_000, 3
-"""Files that agents read; tokens at which an agent's history is replaced by a summary, and tool results that stay."""
+"""Number of files that agents read; length in tokens at which an agent's history is replaced by a summary; number of
+tool results that are kept then."""
 
 
 @dataclass
 class Unmarked:
-    """A prompt of messages, and where documents stand in it, which only whoever measures is told."""
+    """A prompt of messages, and the places of its documents, which only the measurement knows."""
 
     ids: list[int] = field(default_factory=list)
     documents: list[tuple[int, int]] = field(default_factory=list)
@@ -45,8 +46,8 @@ def made_up(count: int, rng: random.Random) -> list[list[int]]:
 
 
 def rag(documents: Sequence[list[int]], rng: random.Random, *, labels: bool = False) -> Iterator[Unmarked]:
-    """Endless questions to a RAG chain: five documents by Zipf's law, in any order, between two line breaks, with
-    ``labels`` also behind their number."""
+    """Endless questions to a RAG chain: five documents by Zipf's law, in random order, each after two line breaks;
+    with ``labels``, also after its number."""
     system = random_tokens(rng, 60)
     numbers = [random_tokens(rng, 4) for _ in range(5)]
     for drawn in popular(Corpus(len(documents), 1, 5), rng):
@@ -78,8 +79,8 @@ def chat(documents: Sequence[list[int]], rng: random.Random) -> Iterator[Unmarke
 
 
 def agent(documents: Sequence[list[int]], rng: random.Random) -> Iterator[Unmarked]:
-    """Endless steps of one agent after the other: it reads files, some of them again, until its history is too long
-    and only a summary and the latest results stay. Each has twenty steps."""
+    """Endless steps of agents, one agent after the other, twenty steps each. An agent reads files, some of them
+    repeatedly. When its history is too long, only a summary and the latest results are kept."""
     system = random_tokens(rng, 400)
     # Files are longer than what a RAG chain retrieves.
     files = [[token for part in rng.sample(documents, 3) for token in part] for _ in range(FILES)]
@@ -99,7 +100,7 @@ def agent(documents: Sequence[list[int]], rng: random.Random) -> Iterator[Unmark
 
 def _begun(system: list[int], rng: random.Random) -> Unmarked:
     talk = Unmarked()
-    talk.say(SYSTEM, system, random_tokens(rng, 10))  # with the time of day
+    talk.say(SYSTEM, system, random_tokens(rng, 10))  # the random tokens stand for the time of day
     talk.say(USER, random_tokens(rng, 80))
     return talk
 

@@ -1,7 +1,7 @@
-"""Random weights, drawn when vLLM loads the model, such that attention has something to look at.
+"""Random weights, drawn when vLLM loads the model, with which some tokens attract attention.
 
-Policies choose what the question looks at, and how many runs that makes decides what a blend costs. With plainly
-random weights no token stands out, and only the beginnings of chunks would ever be chosen.
+Policies choose the tokens that the question attends to, and the number of runs of chosen tokens decides the cost of a
+blend. With purely random weights no token would stand out, and only the beginnings of chunks would ever be chosen.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 LOAD_FORMAT = "kvmosaic-bench"
 STANDING_OUT = 1.1
-"""Of a key, for the first column of the embedding, where all others together give 1. So a policy's choice falls into
-about as many runs as in a real model (docs/benchmarks.md)."""
+"""Standard deviation that the embedding's first column gives to keys; all other columns together give 1. With this
+value, a policy's choice falls into about as many runs as in a real model (docs/benchmarks.md)."""
 
 
 @register_model_loader(LOAD_FORMAT)
 class RandomWeights(BaseModelLoader):
-    """Layers add little to a token's embedding, whose first column says how much the token stands out: its keys are
-    the longer for it, and longer keys get more of everybody's attention."""
+    """Weights with which layers add little to a token's embedding. The embedding's first column decides how much the
+    token stands out: it makes the token's keys longer, and longer keys get more attention from all queries."""
 
     def download_model(self, model_config: object) -> None:
         """There is nothing to fetch."""
@@ -31,7 +31,7 @@ class RandomWeights(BaseModelLoader):
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.ndim == 1:
-                    weight.fill_(1)  # of a norm
+                    weight.fill_(1)  # weight of a norm
                 elif "embed_tokens" in name:
                     weight.normal_()
                 else:

@@ -141,7 +141,7 @@ def store(
         typer.Option(help="URL of a remote store to measure: valkey://host:6379/0 or mooncake://host:50051."),
     ] = None,
     disk_path: Annotated[
-        Path | None, typer.Option(help="Folder on the disk to measure; test files in it are removed.")
+        Path | None, typer.Option(help="Folder on the disk to measure; temporary files in it are removed afterwards.")
     ] = None,
     entries: Annotated[int, typer.Option(help="Number of entries that are written or read at a time.", min=2)] = 4,
     tokens: Annotated[int, typer.Option(help="Number of tokens per entry.", min=1)] = 128,

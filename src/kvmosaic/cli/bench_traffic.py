@@ -20,7 +20,7 @@ HeadsOption = Annotated[
     ),
 ]
 EagerOption = Annotated[bool, typer.Option("--eager", help="Run vLLM without compilation and CUDA graphs.")]
-DocumentsOption = Annotated[int, typer.Option(help="Number of different documents in the traffic.", min=1)]
+DocumentsOption = Annotated[int, typer.Option(help="Number of different documents that queries draw from.", min=1)]
 TokensOption = Annotated[int, typer.Option(help="Length of each document, in tokens.", min=1)]
 PerQueryOption = Annotated[int, typer.Option(help="Number of documents in each query.", min=1)]
 RatioOption = Annotated[float, typer.Option(help="Share of document tokens to recompute, 0 to 1.", min=0, max=1)]
@@ -139,7 +139,7 @@ def interference(
     ] = "composite",
     ratio: RatioOption = 0.15,
     turns: Annotated[
-        int, typer.Option(help="Number of long prompts that are prefilled, and of those that are blended.", min=1)
+        int, typer.Option(help="Number of long prompts of each kind: prefilled and blended.", min=1)
     ] = 10,
     layers: LayersOption = 32,
     heads: HeadsOption = 32,

@@ -22,8 +22,8 @@ def calibrate(
     model: Annotated[
         str,
         typer.Argument(
-            help="Model to calibrate: a catalog name (see `kvmosaic models ls`), a folder, or a hub name like "
-            "owner/name."
+            help="Model to calibrate: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name "
+            "like owner/name."
         ),
     ],
     data: Annotated[

@@ -17,30 +17,62 @@ if TYPE_CHECKING:  # importing it for real takes seconds
     from kvmosaic.eval.summary import Summary
 
 BETWEEN_POLICIES = re.compile(r",(?![^(]*\))")
-"""A comma that is not inside brackets."""
+"""Matches a comma that is not inside brackets."""
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Catalog name, folder or hub name.")],
-    data: Annotated[str, typer.Option(help="File of examples, plain or .gz; or synthetic, synthetic-1, -2, -3.")],
-    form: Annotated[str | None, typer.Option("--format", help="jsonl, squad, nq or kv; default: recognised.")] = None,
-    policies: Annotated[str | None, typer.Option(help="Like composite,sink-link(k=8); default: all.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model to measure: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name "
+            "like owner/name."
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="File of examples (plain or .gz); or built-in examples: synthetic, or synthetic-1, synthetic-2 and "
+            "synthetic-3 for questions that need one, two or three documents."
+        ),
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Format of the --data file: jsonl, squad, nq or kv. Default: recognised from its content.",
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(help="Policies to measure, separated by commas, like 'composite,sink-link(k=8)'. Default: all."),
+    ] = None,
     ratios: Annotated[
-        str, typer.Option(help="Shares of chunk tokens to recompute; 0 and 1 always are.")
+        str,
+        typer.Option(help="Shares of chunk tokens to recompute, separated by commas; 0 and 1 are always included."),
     ] = "0.02,0.05,0.1,0.15,0.3",
-    limit: Annotated[int, typer.Option(help="Examples, at most.")] = 25,
-    seed: Annotated[int, typer.Option(help="Chooses examples and distractors.")] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum number of examples.")] = 25,
+    seed: Annotated[int, typer.Option(help="Random seed that chooses examples and distractors.")] = 0,
     max_answer: Annotated[
-        int | None, typer.Option(help="Tokens of an answer, at most; default: what the right one needs, 16 to 64.")
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens per answer. Default: as many as the right answer needs, 16 to 64."
+        ),
     ] = None,
     sink_prefix: Annotated[
-        str | None, typer.Option(help="bos, none, document, learned:FILE or a text: what chunks are filled after.")
+        str | None,
+        typer.Option(
+            help="Prefix that precedes every chunk when its KV is computed: bos, none, document, learned:FILE, or a "
+            "literal text."
+        ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for results; default: one in the user's cache.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML report with plots to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the results of single examples. Default: in the user's cache.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare policies with a full prefill. Interrupted and started again, it goes on where it stopped."""
+    """Measure how close answers from reused chunks come to a full prefill, for every policy and recompute ratio. An
+    interrupted run continues where it stopped when it is started again."""
     from kvmosaic.eval.data import load  # here, because importing them takes seconds
     from kvmosaic.eval.plan import DEFAULT_POLICIES, make_cells, make_plan
     from kvmosaic.eval.report import render
@@ -49,7 +81,7 @@ def evaluate(
     from kvmosaic.eval.work_file import WorkFile
     from kvmosaic.hf import LLM
 
-    # Everything that can be wrong is looked at before the model is loaded.
+    # All options are checked before the model is loaded.
     chosen = DEFAULT_POLICIES if policies is None else [part.strip() for part in BETWEEN_POLICIES.split(policies)]
     cells = make_cells(chosen, numbers(ratios))
     if max_answer is not None and max_answer < 1:
@@ -61,7 +93,7 @@ def evaluate(
     check_folder(output)
     settings: dict[str, Any] = {} if sink_prefix is None else {"sink_prefix": sink_prefix}
     with console.status(f"loading {model}"):
-        # A store of its own: nothing of the user's is read or cleared.
+        # A separate store: the user's store is neither read nor cleared.
         own: dict[str, Any] = {"disk_path": None, "remote": None, "tenant": "eval", "miss_policy": "fill-first"}
         llm = LLM(model, enable_chunk_cache=True, **own, **settings)
         plan = make_plan(llm, examples, cells, max_answer)
@@ -83,23 +115,23 @@ def evaluate(
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C ends the command with a line that says what became of the work, and the exit status of a signal."""
+    """Turn Ctrl-C into a line that says that finished work is kept, and the exit status of an interrupt signal."""
     try:
         yield
     except KeyboardInterrupt:
-        console.print("interrupted; what was done is kept, the same command goes on from there", style="yellow")
+        console.print("interrupted; finished work is kept, and the same command continues from there", style="yellow")
         raise typer.Exit(130) from None
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written hours later, when there is something to write."""
+    """Refuse a file that cannot be written, before hours of work."""
     if path is None:
         return
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: must be a file in a folder that exists")
     new = not path.exists()
     try:
-        path.open("ab").close()  # asking for permission is not enough: root has it everywhere
+        path.open("ab").close()  # checking permissions is not enough: root has them everywhere
         if new:
             path.unlink()
     except OSError as error:
@@ -107,12 +139,12 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def check_folder(path: Path | None) -> None:
-    """Make the folder of ``--output``."""
+    """Create the folder of ``--output``, or refuse it."""
     try:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output {path}: no folder can be there ({error.strerror}); choose another") from None
+        raise ConfigError(f"--output {path}: cannot create this folder ({error.strerror}); choose another") from None
 
 
 def numbers(text: str) -> list[float]:

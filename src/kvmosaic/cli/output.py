@@ -22,11 +22,13 @@ console = Console(stderr=True)
 """Console on stderr, for progress and errors."""
 
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print the result to stdout as one JSON object, and nothing else there.")
+    bool, typer.Option("--json", help="Print the result as one JSON object, with nothing else on stdout.")
 ]
 ModelOption = Annotated[
     str,
-    typer.Option(help="Model: a catalog name (see `kvmosaic models ls`), a folder, or a hub name like owner/name."),
+    typer.Option(
+        help="Model: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name like owner/name."
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ def separator(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Model from whose tokens the separator is made: a catalog name, a folder, or a hub name. "
+            help="Model from whose tokens the separator is made: a catalog name, a folder, or a Hugging Face name. "
             "Default: random hexadecimal digits."
         ),
     ] = None,

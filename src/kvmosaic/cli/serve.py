@@ -17,7 +17,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="Model to serve: a catalog name (see `kvmosaic models ls`), a folder, or a hub name like owner/name."
+            help="Model to serve: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name "
+            "like owner/name."
         ),
     ],
     enable_chunk_cache: Annotated[

@@ -1,4 +1,4 @@
-"""``kvmosaic store``: look after the entries on disk or in a remote store."""
+"""``kvmosaic store``: list, check, delete and fill entries on disk or in a remote store."""
 
 import os
 import time
@@ -17,16 +17,21 @@ from kvmosaic.core.errors import ConfigError
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
     from kvmosaic.store import EntryInfo, Tier
 
-app = typer.Typer(help="Look after the entries on disk or in a remote store.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, check, delete and fill stored KV entries on disk or in a remote store.", no_args_is_help=True
+)
 
 PATH_VARIABLE = "KVMOSAIC_DISK_PATH"
 PathOption = Annotated[
     Path | None,
-    typer.Option("--path", envvar=PATH_VARIABLE, help="Directory of the disk tier.", show_envvar=True),
+    typer.Option(
+        "--path", envvar=PATH_VARIABLE, help="Directory in which the KV entries are stored on disk.", show_envvar=True
+    ),
 ]
-# Not from the environment: what purge deletes here may be many machines'.
+# Not read from the environment: purge deletes entries there, and many machines may share them.
 RemoteOption = Annotated[
-    str | None, typer.Option("--remote", help="A remote store instead, like valkey://host:6379/0.")
+    str | None,
+    typer.Option("--remote", help="URL of a remote store to use instead of --path, like valkey://host:6379/0."),
 ]
 MODEL_HELP = "Only entries of this model."
 TENANT_HELP = "Only entries of this tenant."
@@ -50,14 +55,17 @@ def _open(path: Path | None, remote: str | None) -> "Tier":
 
 
 def _select(tier: "Tier", model: str | None, tenant: str | None, json: bool) -> list["EntryInfo"]:
-    """Entries of a model and a tenant; ``None``: of all. Says what there is if there are none, for names are long."""
+    """The entries of a model and a tenant; ``None`` selects all. If a name has no entries, the names that have some
+    are printed, because names are long."""
     entries = list(tier.scan())
     for option, wanted, names in (
         ("--model", model, {entry.key.model for entry in entries}),
         ("--tenant", tenant, {entry.key.tenant for entry in entries}),
     ):
         if wanted is not None and names and wanted not in names:
-            print_line(f"nothing is stored for {option} {wanted}, but for: {', '.join(sorted(names))}", json)
+            print_line(
+                f"nothing is stored for {option} {wanted}; there are entries for: {', '.join(sorted(names))}", json
+            )
     return [entry for entry in entries if model in (None, entry.key.model) and tenant in (None, entry.key.tenant)]
 
 
@@ -69,7 +77,7 @@ def ls(
     tenant: TenantFilter = None,
     json: JsonOption = False,
 ) -> None:
-    """List what is stored."""
+    """List the stored entries."""
     with console.status("looking"):
         entries = _select(_open(path, remote), model, tenant, json)
     total, now = sum(entry.nbytes for entry in entries), time.time()
@@ -144,8 +152,9 @@ def stats(path: PathOption = None, remote: RemoteOption = None, json: JsonOption
 
 @app.command("verify")
 def verify(path: PathOption = None, remote: RemoteOption = None, json: JsonOption = False) -> None:
-    """Read every entry and check it; damaged ones are set aside, in a remote store deleted. Exit status 1 if there
-    were any. Entries of another store key, or of none if one is set, cannot be checked and stay."""
+    """Read and check every entry. Damaged entries are set aside on disk, and deleted from a remote store. Exit status
+    1 if there were any. Entries with another store key (or without one, if one is set) cannot be checked and are
+    kept."""
     from kvmosaic.core.store_key import STORE_KEY_VARIABLE, StoreKey
     from kvmosaic.store import CorruptEntryError
 
@@ -162,7 +171,10 @@ def verify(path: PathOption = None, remote: RemoteOption = None, json: JsonOptio
     fate = "set aside" if remote is None else "deleted"
     print_line(f"{len(entries)} entries checked, {tier.set_aside} damaged and {fate}", json)
     if others:
-        print_line(f"{others} of another store key were not checked; {STORE_KEY_VARIABLE} has to be theirs", json)
+        print_line(
+            f"{others} entries have another store key and were not checked; set {STORE_KEY_VARIABLE} to that key",
+            json,
+        )
     if json:
         print_json({"checked": len(entries), "set_aside": tier.set_aside, "other_key": others})
     if tier.set_aside:
@@ -175,10 +187,12 @@ def purge(
     remote: RemoteOption = None,
     model: ModelFilter = None,
     tenant: TenantFilter = None,
-    everything: Annotated[bool, typer.Option("--all", help="Everything, also what was set aside.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Delete all entries, and damaged entries that were set aside.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete entries: of a model, of a tenant, or all."""
+    """Delete the entries of a model, of a tenant, or all entries."""
     from kvmosaic.store import DiskTier
 
     if model is None and tenant is None and not everything:

@@ -1,4 +1,4 @@
-"""``kvmosaic tune``: learn what chunks are computed after, for one model."""
+"""``kvmosaic tune``: learn a sink prefix, after which chunks are computed, for one model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,34 +16,49 @@ if TYPE_CHECKING:  # importing it for real takes seconds
     from kvmosaic.eval.base import Example
 
 MEASURED = ("measured", "targets", "data", "seed", "kvmosaic")
-"""Parts of a profile that say how its settings were found."""
+"""Fields of a profile that say how its settings were found."""
 TOKENS = 64
-"""Default length of a sink. Twice as many tokens were no better (docs/quality.md)."""
+"""Default length of a sink, in tokens. Twice as many were no better (docs/quality.md)."""
 MAX_EXAMPLES = 4000
-"""Maximum examples of a file that are learned from."""
+"""Maximum number of examples of a file that are learned from, and that are held out."""
 
 
 def tune(
-    model: Annotated[str, typer.Argument(help="Catalog name, folder or hub name.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model to tune for: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name "
+            "like owner/name."
+        ),
+    ],
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="File or folder of documents (text, JSONL) or of examples, as for eval; may be repeated."),
+        typer.Option(
+            help="Training data: a file or folder of documents (text or JSONL), or a file of examples as for "
+            "`kvmosaic eval`; may be repeated."
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Minutes to train, at most.")] = 15.0,
-    steps: Annotated[int, typer.Option(help="Steps to train, at most.")] = 2500,
-    tokens: Annotated[int, typer.Option(help="Tokens of the sink.")] = TOKENS,
-    seed: Annotated[int, typer.Option(help="Chooses the lessons.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="File to write; default: beside the model's profile.")] = None,
+    minutes: Annotated[float, typer.Option(help="Maximum training time, in minutes.")] = 15.0,
+    steps: Annotated[int, typer.Option(help="Maximum number of training steps.")] = 2500,
+    tokens: Annotated[int, typer.Option(help="Length of the sink prefix, in tokens.")] = TOKENS,
+    seed: Annotated[int, typer.Option(help="Random seed that chooses the training prompts.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for the learned sink prefix. Default: next to the model's profile, which is changed to use it."
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Learn a sink prefix from documents, so that reused chunks answer more like a full prefill. Engines find it by
-    the model's profile. Interrupted and started again, it goes on where it stopped."""
+    """Learn a sink prefix from documents, so that answers from reused chunks come closer to a full prefill. Without
+    --output, engines find it through the model's profile. An interrupted run continues where it stopped when it is
+    started again."""
     from kvmosaic.hf import LLM  # here, because importing them takes seconds
     from kvmosaic.tune.material import Material
     from kvmosaic.tune.train import Progress, Recipe
     from kvmosaic.tune.tune import tune
 
-    # Everything that can be wrong is looked at before the model is loaded.
+    # All options are checked before the model is loaded.
     for name, value in (("--minutes", minutes), ("--steps", steps)):
         if not value > 0:
             raise ConfigError(f"{name} {value}: must be more than 0")
@@ -59,7 +74,7 @@ def tune(
     make = Recipe.for_cpu if llm.model.device.type == "cpu" else Recipe
     recipe = make(minutes=minutes, steps=steps, seed=seed)
     with llm, interruptible(), progress_bar(100) as bar:
-        bar.start("held-out prompts with the text")
+        bar.start("measuring the default text on held-out prompts")
 
         def show(progress: Progress) -> None:
             held_out = "-" if progress.held_out_kl is None else f"{progress.held_out_kl:.4f}"
@@ -71,8 +86,9 @@ def tune(
         _use(model, path)
     about = {"kl_before": tuned.kl_before, "kl_after": tuned.kl_after, "steps": tuned.steps, "sink": str(path)}
     print_line(
-        f"held-out KL at ratio 0: {tuned.kl_before:.4f} with the text, {tuned.kl_after:.4f} with the learned sink\n"
-        f"sink: {path}\nuse it with sink_prefix={LEARNED}{path}" + ("" if output else ", which the profile now says"),
+        f"held-out KL at ratio 0: {tuned.kl_before:.4f} with the default text, {tuned.kl_after:.4f} with the learned "
+        f"sink\nsink: {path}\nuse it with sink_prefix={LEARNED}{path}"
+        + ("" if output else "; the model's profile now sets this"),
         json,
     )
     if json:
@@ -80,7 +96,7 @@ def tune(
 
 
 def _read(paths: list[Path]) -> tuple[list[str], list["Example"], list["Example"]]:
-    """Documents, and examples with questions, by what the files are: those to learn from, and those held out."""
+    """Documents, examples to learn from, and held-out examples. The content of a file decides which it has."""
     from kvmosaic.eval.data import is_examples, load
     from kvmosaic.tune.material import is_held_out
 
@@ -99,7 +115,7 @@ def _read(paths: list[Path]) -> tuple[list[str], list["Example"], list["Example"
 
 
 def _use(model: str, path: Path) -> None:
-    """Have engines find the sink by the model's profile, whose other settings stay."""
+    """Set the sink in the model's profile, where engines find it. The profile's other settings stay."""
     known = read_profile(profile_path(model))
     setting = f"{LEARNED}{path}"
     if known is None:

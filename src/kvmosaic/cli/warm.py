@@ -1,4 +1,4 @@
-"""``kvmosaic store warm``: fill a corpus ahead of time."""
+"""``kvmosaic store warm``: compute and store the KV of a corpus ahead of time."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -21,44 +21,72 @@ if TYPE_CHECKING:  # importing it for real takes seconds
     from kvmosaic.engines.warm import Warmer
 
 AT_ONCE = 16
-"""Documents handed to the engine together; the step of the progress bar."""
+"""Number of documents that are handed to the engine together; also the step of the progress bar."""
 
 
 class Engine(str, Enum):
-    """Who fills, and later serves."""
+    """The engine that computes the entries, and will serve them."""
 
     VLLM = "vllm"
     HF = "hf"
 
 
 def warm(
-    model: Annotated[str, typer.Argument(help="Catalog name, folder or hub name.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model to serve later: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name "
+            "like owner/name."
+        ),
+    ],
     files: Annotated[
         list[Path],
-        typer.Argument(help='Text files, .jsonl files of {"text": …}, folders of both.', metavar="FILE..."),
+        typer.Argument(
+            help='Documents: text files, .jsonl files with a {"text": …} per line, or folders of both.',
+            metavar="FILE...",
+        ),
     ],
     engine: Annotated[
-        Engine, typer.Option(help="The engine that will serve: entries of one are not found by the other.")
+        Engine, typer.Option(help="Engine that will serve the documents; it cannot use entries of the other engine.")
     ] = Engine.VLLM,
-    dtype: Annotated[str, typer.Option(help="As that engine will be started.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Data type of the model, the same as the serving engine will use.")
+    ] = "auto",
     vllm_options: Annotated[
-        str | None, typer.Option(help="More of its options, like '--tensor-parallel-size 2'.")
+        str | None,
+        typer.Option(
+            help="Other vLLM options that the serving engine will be started with, like '--tensor-parallel-size 2'."
+        ),
     ] = None,
     chunk_separator: Annotated[
-        str | None, typer.Option(help="What splits prompts into chunks; default: nothing, requests name documents.")
+        str | None,
+        typer.Option(
+            help="Text that will split prompts into chunks, as for `kvmosaic serve`. Default: none; requests name "
+            "their documents."
+        ),
     ] = None,
     sink_prefix: Annotated[
-        str | None, typer.Option(help="What chunks are computed after: bos, none, document, learned:FILE, a text.")
+        str | None,
+        typer.Option(
+            help="Prefix that precedes every chunk when its KV is computed: bos, none, document, learned:FILE, or a "
+            "literal text."
+        ),
     ] = None,
-    disk_path: Annotated[Path | None, typer.Option(help="Directory of the disk tier.")] = None,
+    disk_path: Annotated[Path | None, typer.Option(help="Directory in which KV is stored on disk.")] = None,
     remote: Annotated[
-        str | None, typer.Option(help="The remote tier: valkey://host:6379/0 or mooncake://host:50051.")
+        str | None,
+        typer.Option(
+            help="URL of a KV store on other machines, shared by engines: valkey://host:6379/0 or "
+            "mooncake://host:50051."
+        ),
     ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Whose entries these are.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Name of the tenant that owns the stored KV; tenants never share KV.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Fill documents ahead of time, so that the first request that has them finds them. What is there is skipped.
-    Exit status 1 if there was no room for all."""
+    """Compute and store the KV of documents ahead of time, so that the first request with a document can reuse it.
+    Documents that are already stored are skipped. Exit status 1 if some documents could not be kept."""
     given = {
         "chunk_separator": chunk_separator,
         "sink_prefix": sink_prefix,
@@ -69,7 +97,7 @@ def warm(
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     config = load_config(model, enable_chunk_cache=True, **settings)
     _check(config, engine, vllm_options)
-    # Before a model is loaded: a bad document in the last file should not be found after hours.
+    # Before the model is loaded: otherwise a bad document in the last file would be found only after hours.
     total = sum(1 for _ in read_corpus(files, config.chunk_separator))
     if total == 0:
         raise PromptError(f"no documents in {', '.join(map(str, files))}")
@@ -99,7 +127,7 @@ def warm(
     )
     if lost:
         print_line(
-            f"{lost} of them could not be kept: give the tiers more room (disk_space, tenant_quota, the remote "
+            f"{lost} documents could not be kept: give the tiers more room (disk_space, tenant_quota, the remote "
             "store's memory), or see the warnings above",
             json,
         )
@@ -110,7 +138,7 @@ def warm(
 
 
 def _check(config: ChunkCacheConfig, engine: Engine, vllm_options: str | None) -> None:
-    """Refuse settings under which nothing would be found later."""
+    """Refuse settings with which the entries would not be found later."""
     if config.disk_path is None and config.remote is None:
         raise ConfigError("nowhere to keep documents; give --disk-path, --remote or both")
     if config.chunk_context == "system":
@@ -125,12 +153,12 @@ def _open(engine: Engine, model: str, dtype: str, vllm_options: str, settings: d
         from kvmosaic.engines.hf.warm import HFWarmer
 
         return HFWarmer(model, dtype, **settings)
-    # vLLM logs to stdout, which is for results, and a lot, which is not for a progress bar.
+    # vLLM logs to stdout, which is for results, and so much that it would disturb the progress bar.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # nobody else is to be served meanwhile
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no other requests are served meanwhile
     try:
-        import_module("kvmosaic.vllm")  # where vLLM is missing, it says how to install it
+        import_module("kvmosaic.vllm")  # without vLLM, the error says how to install it
     except ImportError as error:
         raise ConfigError(str(error)) from None
     from kvmosaic.engines.vllm.warm import VllmWarmer
@@ -145,7 +173,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _chunks(documents: Iterable[Document], warmer: "Warmer") -> list[tuple[int, ...]]:
-    """Their tokens as chunks of a prompt."""
+    """The tokens of documents as chunks of a prompt."""
     return [_chunk(document, warmer) for document in documents]
 
 

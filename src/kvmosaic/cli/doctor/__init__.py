@@ -20,8 +20,8 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Model to check: a catalog name (see `kvmosaic models ls`), a folder, or a hub name like "
-            "owner/name. It is never downloaded."
+            help="Model to check: a catalog name (see `kvmosaic models ls`), a folder, or a Hugging Face name "
+            "like owner/name. It is never downloaded."
         ),
     ] = None,
     tensor_parallel_size: Annotated[

@@ -128,7 +128,9 @@ def disk_tier(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
         yield Row("disk tier", "ok", found)
     else:
         most = int((held + free) / sharing / 2**20)
-        yield Row("disk tier", "warn", found, f"the disk has less room than that; set {name} to {most}MiB or less")
+        yield Row(
+            "disk tier", "warn", found, f"the disk has less room than the budget; set {name} to {most}MiB or less"
+        )
     yield from _privacy(path)
 
 
