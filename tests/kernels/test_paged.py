@@ -30,12 +30,13 @@ def random_case(seed):
     """A paged cache of random geometry, a sequence in it, and entries with places that do not overlap."""
     chance, torch_chance = random.Random(seed), torch.Generator().manual_seed(seed)
     layers, heads = chance.randint(1, 3), chance.choice([1, 2, 3, 8])
-    k_dim, v_dim = chance.choice([(64, 64), (128, 128), (80, 80), (96, 48), (256, 256)])
+    k_dim, v_dim = chance.choice([(64, 64), (128, 128), (80, 80), (96, 48), (256, 256), (128, 32)])
     block_size, count = chance.choice([16, 32, 48]), chance.randint(8, 20)
     dtype = chance.choice([torch.float32, torch.bfloat16, torch.float16])
-    width = chance.choice([k_dim, k_dim // 2, k_dim // 4])
-    start = chance.choice([0, k_dim - width])
-    columns = RotaryColumns("k", start, width, interleaved=chance.random() < 0.3)
+    part, dim = chance.choice([("k", k_dim), ("k", k_dim), ("v", v_dim)])  # V turns in models with a latent
+    width = chance.choice([dim, dim // 2, dim // 4])
+    start = chance.choice([0, dim - width])
+    columns = RotaryColumns(part, start, width, interleaved=chance.random() < 0.3)
 
     def draw(*shape):
         return torch.randn(*shape, generator=torch_chance)

@@ -52,13 +52,12 @@ class PagedCaches:
     tables: Sequence[torch.Tensor | None]
     """Per layer the rotary table ``[positions, width]``, cos then sin; ``None`` if the layer's keys do not turn."""
     columns: RotaryColumns | None
-    """The columns of K that turn, in all layers with a table."""
+    """The columns of K or V that turn, in all layers with a table."""
 
     def __post_init__(self) -> None:
         assert len({layer.stride() for layer in self.layers}) == 1
         assert all(layer.stride(-1) == 1 for layer in self.layers)
         assert len(self.tables) == len(self.layers)
-        assert self.columns is None or self.columns.part == "k"
         tables = [table for table in self.tables if table is not None]
         assert len({table.dtype for table in tables}) <= 1
         assert all(self.columns and table.stride() == (self.columns.width, 1) for table in tables)
@@ -127,8 +126,8 @@ def scatter_reference(
                 assert caches.columns is not None
                 old = torch.arange(move.old + left_out, move.old + move.tokens)
                 turn = rotation_between(_table_rows(table, old), _table_rows(table, positions))
-                k = k.clone()
-                rotate_(k, turn, caches.columns)
+                k, v = k.clone(), v.clone()
+                rotate_(k if caches.columns.part == "k" else v, turn, caches.columns)
             layer[rows, :, slots] = torch.cat([k, v], dim=-1)[:, keep].transpose(0, 1)
 
 
@@ -218,6 +217,7 @@ def _launch(
             WIDEST=triton.next_power_of_2(max(caches.k_dim, caches.v_dim)),
             PAIRS=pairs,
             PAIRS_PADDED=triton.next_power_of_2(max(pairs, 1)),
+            V_TURNS=columns is not None and columns.part == "v",
             START=columns.start if columns is not None else 0,
             STEP=2 if interleaved else 1,
             APART=1 if interleaved else pairs,
@@ -280,6 +280,7 @@ if triton is not None:
         WIDEST: tl.constexpr,
         PAIRS: tl.constexpr,
         PAIRS_PADDED: tl.constexpr,
+        V_TURNS: tl.constexpr,
         START: tl.constexpr,
         STEP: tl.constexpr,
         APART: tl.constexpr,
@@ -310,6 +311,7 @@ if triton is not None:
                 WIDEST,
                 PAIRS,
                 PAIRS_PADDED,
+                V_TURNS,
                 START,
                 STEP,
                 APART,
@@ -341,6 +343,7 @@ if triton is not None:
         WIDEST: tl.constexpr,
         PAIRS: tl.constexpr,
         PAIRS_PADDED: tl.constexpr,
+        V_TURNS: tl.constexpr,
         START: tl.constexpr,
         STEP: tl.constexpr,
         APART: tl.constexpr,
@@ -392,20 +395,26 @@ if triton is not None:
         column = tl.arange(0, WIDEST)
         for head in range(HEADS):
             k_rows = entry + rows[:, None] * K_DIM
-            v_rows = entry + kept * K_DIM + rows[:, None] * V_DIM + column[None, :]
+            v_rows = entry + kept * K_DIM + rows[:, None] * V_DIM
             slot = slots[:, None] + head * stride_head
             if PAIRS > 0:
+                turned_rows = v_rows if V_TURNS else k_rows
+                turned_slot = slot + K_DIM if V_TURNS else slot
                 one = START + pair * STEP
                 two = one + APART
                 inside = live[:, None] & (pair < PAIRS)[None, :]
-                a = tl.load(k_rows + one[None, :], mask=inside).to(tl.float32)
-                b = tl.load(k_rows + two[None, :], mask=inside).to(tl.float32)
-                tl.store(slot + one[None, :], (a * cos - b * sin).to(DTYPE), mask=inside)
-                tl.store(slot + two[None, :], (b * cos + a * sin).to(DTYPE), mask=inside)
-            if K_DIM > 2 * PAIRS:
-                still = (column < K_DIM) & ((column < START) | (column >= START + 2 * PAIRS))
-                _copy(k_rows + column[None, :], slot + column[None, :], live[:, None] & still[None, :], INTO_CACHE)
-            _copy(v_rows, slot + K_DIM + column[None, :], live[:, None] & (column < V_DIM)[None, :], INTO_CACHE)
+                a = tl.load(turned_rows + one[None, :], mask=inside).to(tl.float32)
+                b = tl.load(turned_rows + two[None, :], mask=inside).to(tl.float32)
+                tl.store(turned_slot + one[None, :], (a * cos - b * sin).to(DTYPE), mask=inside)
+                tl.store(turned_slot + two[None, :], (b * cos + a * sin).to(DTYPE), mask=inside)
+            still = (column < START) | (column >= START + 2 * PAIRS)
+            if V_TURNS or K_DIM > 2 * PAIRS:
+                k_still = (column < K_DIM) & (still | V_TURNS)
+                _copy(k_rows + column[None, :], slot + column[None, :], live[:, None] & k_still[None, :], INTO_CACHE)
+            if not V_TURNS or V_DIM > 2 * PAIRS:
+                v_still = (column < V_DIM) & (still | (not V_TURNS))
+                at = K_DIM + column[None, :]
+                _copy(v_rows + column[None, :], slot + at, live[:, None] & v_still[None, :], INTO_CACHE)
             entry += head_rows * (K_DIM + V_DIM)
 
     @triton.jit
