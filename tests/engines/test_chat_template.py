@@ -55,7 +55,7 @@ def test_what_is_said_of_it(tokenizer):
     said = str(working_sources(tokenizer, STRINGS))
     assert said == (
         "the chat template takes documents from content parts, tool results; "
-        'what stands in the field "documents" never reaches the prompt'
+        'documents in the field "documents" never reach the prompt'
     )
     assert "never" not in str(working_sources(tokenizer, WITH_DOCUMENTS))
 

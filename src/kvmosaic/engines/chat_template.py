@@ -1,4 +1,4 @@
-"""Which documents of chat requests a model's chat template brings into the prompt, found out by rendering some."""
+"""Finds out which documents of chat requests a model's chat template brings into the prompt, by rendering some."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from kvmosaic.core.parser import ChunkTokenParser
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], Mapping[str, Any]], str]
-"""From messages and what else a template is given to the prompt."""
+"""Renders messages and other template variables into a prompt."""
 
 SAMPLES = (
     "The harbour of Kelmoor was built by hand in the long winter of 1840.",
@@ -20,12 +20,12 @@ SOURCES = {
     "parts": "content parts",
     "tools": "tool results",
 }
-"""Where documents may stand in a chat request, as settings and as people call it."""
+"""Places of documents in a chat request: their names in settings, and in messages to users."""
 
 
 @dataclass(frozen=True)
 class TemplateSources:
-    """Which of the places of documents a chat template brings into the prompt."""
+    """The places whose documents a chat template brings into the prompt."""
 
     working: tuple[str, ...]
     has_template: bool = True
@@ -35,12 +35,12 @@ class TemplateSources:
             return "there is no chat template, so only prompts of /v1/completions have documents"
         ignored = [words for source, words in SOURCES.items() if source not in self.working]
         found = ", ".join(SOURCES[source] for source in self.working) or "nowhere"
-        beside = f"; what stands in {', '.join(ignored)} never reaches the prompt" if ignored else ""
+        beside = f"; documents in {', '.join(ignored)} never reach the prompt" if ignored else ""
         return f"the chat template takes documents from {found}{beside}"
 
 
 def working_sources(tokenizer: Any, chat_template: str | None = None) -> TemplateSources:
-    """What comes of two documents in each of the places. ``chat_template`` is used instead of the tokenizer's own."""
+    """Try two documents in each of the places. ``chat_template`` is used instead of the tokenizer's own."""
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         return TemplateSources((), has_template=False)
 
@@ -56,36 +56,36 @@ def working_sources(tokenizer: Any, chat_template: str | None = None) -> Templat
 
 
 def _brings(parser: ChunkTokenParser, render: Render, make: Callable[[Render], str]) -> bool:
-    """Whether the prompt has both samples, each found as requests' documents are found."""
+    """Whether the prompt has both samples, found in the same way as documents of requests."""
     try:
         prompt = make(render)
-    except Exception:  # templates raise whatever they like where they do not want a role or a list
+    except Exception:  # templates raise anything for a role or a list that they do not support
         return False
     return not parser.parse_named(prompt, SAMPLES).absent
 
 
 def _documents(render: Render) -> str:
-    # Templates differ in which of these they write.
+    # Templates differ in which of these fields they write.
     documents = [{"title": f"Document {number}", "text": text} for number, text in enumerate(SAMPLES)]
     return render([{"role": "user", "content": QUESTION}], {"documents": documents})
 
 
 def _parts(render: Render) -> str:
-    """As vLLM renders them: where a template does not walk over a list of parts, their texts are joined by newlines
-    before it sees them."""
+    """Rendered as in vLLM: if a template does not iterate over a list of parts, it gets their texts joined by
+    newlines."""
     texts = [*SAMPLES, QUESTION]
     message: Message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
     try:
         prompt = render([message], {})
-    except Exception:  # it adds a text to the list, for example
+    except Exception:  # for example, because it adds a text to the list
         prompt = repr(message)
-    if "'type'" not in prompt:  # else the list was written as it is
+    if "'type'" not in prompt:  # otherwise the list was written as it is
         return prompt
     return render([{"role": "user", "content": "\n".join(texts)}], {})
 
 
 def _tools(render: Render) -> str:
-    ids = ["call00001", "call00002"]  # of nine letters or digits, which some templates insist on
+    ids = ["call00001", "call00002"]  # nine letters or digits, which some templates require
     calls = [
         {"id": name, "type": "function", "function": {"name": "search", "arguments": {"query": QUESTION}}}
         for name in ids

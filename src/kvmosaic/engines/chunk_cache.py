@@ -1,4 +1,4 @@
-"""The chunk cache of an engine: keys, look-ups, storing."""
+"""The chunk cache of an engine: keys, lookups, storing."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,16 +16,16 @@ from kvmosaic.engines.identity import chunk_context
 from kvmosaic.store import ChunkStorageManager, open_store
 
 ANY_LENGTH = 0
-"""Prompt length that engines leave out whose rotary tables do not depend on it."""
+"""Prompt length for engines whose rotary tables do not depend on it."""
 FINGERPRINTS_REMEMBERED = 64
 Fingerprint = Callable[[int], str | None]
-"""What the KV of chunks depends on besides their tokens, in prompts of a given number of tokens; ``None`` when KV
-made for such a prompt is good for no other."""
+"""Identifies what the KV of chunks depends on besides their tokens, in prompts of a given number of tokens; ``None``
+when KV made for such a prompt is valid for no other."""
 KV = tuple[torch.Tensor, torch.Tensor]
 """K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
 WarmState = Literal["kept", "missing", "too-long", "too-short"]
-"""Of a document: in a tier that outlives this process; in none; more than fits behind the sink prefix; less than is
-ever looked up."""
+"""State of a document: in a tier that outlives this process; in no such tier; too long to fit behind the sink prefix;
+shorter than the minimum for a chunk."""
 
 
 class Found(NamedTuple):
@@ -61,14 +61,14 @@ class ChunkCache:
         kv_format: KVFormat,
         device_pool: torch.Tensor | None = None,
     ) -> None:
-        """``sink`` are the tokens that chunks are computed after, or stand for a ``learned`` one. ``share`` is what
-        this process holds of the model's KV, ``kv_format`` what entries of it look like."""
+        """``sink`` are the tokens that chunks are computed after, or stand-ins for a ``learned`` sink. ``share`` is
+        the part of the model's KV that this process holds, ``kv_format`` the format of its entries."""
         self.store: ChunkStorageManager = open_store(config, device_pool, share, kv_format)
         store_key = StoreKey.from_environment()
         self._sealed = "" if store_key is None else f"-{store_key.id}"
         self.sink = tuple(sink)
         self.sink_identity = self.sink if learned is None else learned.digest
-        """What tells it from every other sink prefix."""
+        """Value that distinguishes the sink from every other sink."""
         self._config = config
         self._model = model
         self._made_by = fingerprint
@@ -83,14 +83,14 @@ class ChunkCache:
 
     def fits(self, chunk_length: int, context: Sequence[int], length: int = ANY_LENGTH) -> bool:
         """Whether a chunk can be computed after ``context`` within the model's positions, and with the rotary
-        tables of a prompt of ``length`` tokens: with a long context it may be longer than the prompt itself."""
+        tables of a prompt of ``length`` tokens. With a long context, both together may be longer than that prompt."""
         alone = len(context) + chunk_length
         if self._max_positions is not None and alone > self._max_positions:
             return False
         return alone <= length or self._made_by(alone) == self._made_by(length)
 
     def context_of(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
-        """What the chunks of this prompt are computed after."""
+        """The tokens that the chunks of this prompt are computed after."""
         return chunk_context(self._config.chunk_context, prompt, self.sink)
 
     def key(self, tokens: Sequence[int], context: Sequence[int], length: int = ANY_LENGTH) -> ChunkKey:
@@ -152,7 +152,7 @@ class ChunkCache:
         return entry
 
     def keep(self, entry: ChunkKV) -> None:
-        """Store an entry, unless nobody can tell any more what it would be good for."""
+        """Store an entry, unless there is no fingerprint, so that nothing could tell what its KV depends on."""
         if self.serves(ANY_LENGTH):
             self.store.put(entry)
 
@@ -165,12 +165,12 @@ class ChunkCache:
         v: torch.Tensor,
         kind: EntryKind = "document",
     ) -> ChunkKV:
-        """An entry of such KV, which is not stored yet."""
+        """An entry of KV as for :meth:`put`, which is not stored yet."""
         return ChunkKV.from_kv(key, tokens, context, k, v, self._tails, kind)
 
     def take_changes(self, length: int = ANY_LENGTH) -> dict[bytes, str | None]:
-        """Chunks for prompts like one of ``length`` tokens that came, moved or went since the last call, at the first
-        call all that are there: content hash → the fastest tier that now has the entry, if any."""
+        """Chunks for prompts like one of ``length`` tokens that were added, moved or removed since the last call, at
+        the first call all stored ones: content hash → the fastest tier that now has the entry, if any."""
         return {
             key.content_hash: tier
             for key, tier in self.store.take_changes().items()
@@ -186,8 +186,8 @@ class ChunkCache:
         }
 
     def warm_states(self, chunks: Sequence[Sequence[int]], length: int = ANY_LENGTH) -> list[WarmState]:
-        """What is to be done about documents that shall be there for later processes, for prompts like one of
-        ``length`` tokens. Reads no entry."""
+        """Whether each document is stored for later processes, or can be, for prompts like one of ``length`` tokens.
+        Reads no entry."""
         keys = self.keys(chunks, self.sink, length)
         lasting = self.store.lasting(keys)
         states: list[WarmState] = []
@@ -213,5 +213,5 @@ class ChunkCache:
         return (key.model, key.tenant) == (self._model, self._config.tenant)
 
     def close(self) -> None:
-        """Finish pending writes and let go of the tiers."""
+        """Finish pending writes and close the tiers."""
         self.store.close()

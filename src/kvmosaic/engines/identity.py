@@ -1,5 +1,4 @@
-"""Rules that both engines share about what KV depends on: the model's name, its configuration, what comes before a
-chunk."""
+"""Rules that both engines share about what KV depends on: the model's name, its configuration, a chunk's context."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,17 +13,17 @@ from kvmosaic.core.sink import LEARNED, sink_tokens
 from kvmosaic.models.sink_file import load_sink
 
 _WHERE_AND_WHO = ("_name_or_path", "transformers_version")
-"""Entries of a model's configuration that depend on where it lies and on the library that reads it."""
+"""Entries of a model's configuration that depend on its location and on the library that reads it."""
 
 
 def model_name(name_or_path: str) -> str:
-    """A model's name in keys: the last part of a folder's path, the same wherever the folder is; a hub name with its
-    owner."""
+    """A model's name in keys: the last part of a folder's path, which does not depend on the folder's location, or a
+    hub name with its owner."""
     return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
 
 
 def config_identity(config: dict[str, Any]) -> dict[str, Any]:
-    """What of a model's configuration its KV depends on."""
+    """The part of a model's configuration that its KV depends on."""
     return {name: value for name, value in config.items() if name not in _WHERE_AND_WHO}
 
 
@@ -42,8 +41,8 @@ def learned_sink(config: ChunkCacheConfig) -> LearnedSink | None:
 def sink_of(
     config: ChunkCacheConfig, learned: LearnedSink | None, bos_token_id: int | None, tokenizer: Any
 ) -> tuple[int, ...]:
-    """The sink prefix of a configuration as tokens, or what stands for those of a ``learned`` one; ``tokenizer`` is
-    ``None`` where there is none."""
+    """The sink prefix of a configuration as tokens, or stand-ins for a ``learned`` sink. ``tokenizer`` is
+    ``None`` if there is none."""
     if config.sink_prefix.startswith(LEARNED):
         return () if learned is None else learned.tokens
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
@@ -51,5 +50,5 @@ def sink_of(
 
 
 def chunk_context(setting: str, prompt: ChunkedPrompt, sink: Sequence[int]) -> tuple[int, ...]:
-    """What the chunks of a prompt are computed after, by the setting ``chunk_context``."""
+    """The tokens that the chunks of a prompt are computed after, according to the setting ``chunk_context``."""
     return prompt.tokens_of(prompt.system) if setting == "system" else tuple(sink)

@@ -1,8 +1,8 @@
-"""Which numbers a CPU can compute with.
+"""Number formats that a CPU can compute with.
 
 Most checkpoints are in bfloat16. On x86, vLLM has kernels for CPUs with and without bfloat16 instructions. On ARM its
-builds use these instructions without asking: a CPU that lacks them ends the process (SIGILL). torch then multiplies
-number by number, some hundred times slower than in float32. float16 is as slow on such a CPU.
+builds use these instructions unconditionally: on a CPU without them the process ends (SIGILL). There, torch
+multiplies number by number, some hundred times slower than in float32. float16 is as slow on such a CPU.
 """
 
 import platform
@@ -15,7 +15,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 def cpu_runs_bfloat16() -> bool:
     """Whether the engines can compute in bfloat16 on this machine's CPU."""
-    if platform.machine() != "aarch64":  # macOS says arm64; vLLM asks it itself
+    if platform.machine() != "aarch64":  # macOS reports arm64; vLLM checks it itself
         return True
     try:
         lines = _CPUINFO.read_text().splitlines()
@@ -27,7 +27,7 @@ def cpu_runs_bfloat16() -> bool:
 
 
 def needs_float32(dtype: str, is_quantized: bool) -> bool:
-    """Whether a CPU without bfloat16 instructions should compute in float32 what a checkpoint has in ``dtype``.
+    """Whether a CPU without bfloat16 instructions should compute a checkpoint of ``dtype`` in float32.
 
     Quantized weights have kernels of their own, which may need float16.
     """

@@ -1,4 +1,4 @@
-"""What a request gives back, in any engine."""
+"""The results of a request, in any engine."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from kvmosaic.core.prompt import Span
 
 ChunkStatus = Literal["cached", "filled", "prefilled"]
-"""Of a chunk: found in the store, computed alone and stored, or computed as ordinary text of this request."""
+"""Status of a chunk: found in the store, computed alone and stored, or computed as ordinary text of this request."""
 
 
 class Fallback(str, Enum):
@@ -22,27 +22,27 @@ class Fallback(str, Enum):
     LORA = "lora"
     """KV depends on the adapter."""
     PROMPT_EMBEDS = "prompt-embeds"
-    """Token ids do not say what the prompt is."""
+    """The prompt is not given by token ids."""
     MULTIMODAL = "multimodal"
-    """Image tokens say nothing about the image."""
+    """Image tokens do not identify the image."""
     EVERY_TOKEN_WANTED = "every-token-wanted"
     """Prompt logprobs and pooling need hidden states that reuse does not compute."""
     WINDOW = "window"
-    """The policy recomputes inside chunks, and entries lack the beginning of layers with a sliding window."""
+    """The policy recomputes inside chunks, but entries lack the first tokens of layers with a sliding window."""
     SELF_TEST = "self-test"
     """The engine failed its self-test."""
     WEIGHTS = "unknown-weights"
-    """Nobody can tell which weights the model has."""
+    """The model's weights cannot be identified."""
     NOT_STORED = "not-stored"
     """So little of the chunks is stored that reuse would save no tokens."""
     SLOWER = "slower"
-    """Reuse is predicted to be slower than a prefill, or choosing what is recomputed takes too long beside others."""
+    """Reuse is predicted to be slower than a prefill, or choosing the tokens to recompute would delay others."""
     SLOW_TIER = "slow-tier"
     """Chunks did not arrive in time."""
     LOAD_ERROR = "load-error"
     """Chunks could not be brought into the request's blocks."""
     ERROR = "error"
-    """Something else of ours failed."""
+    """Another part of kvmosaic failed."""
     ROPE_LENGTH = "rope-length"
     """The model's rotary table is different for every prompt of this length."""
 
@@ -54,12 +54,12 @@ class ChunkReport:
     span: Span
     status: ChunkStatus
     tier: str | None
-    """Where it was found, when cached; ``request`` for a repeat of a chunk filled for the same prompt."""
+    """The tier that had it, if cached; ``request`` for a repeat of a chunk filled for the same prompt."""
     reason: str | None
-    """Why it was not found, otherwise."""
+    """Why it was not found, if not cached."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Also of the span. ``dataclasses.asdict`` takes ten times as long, and a prompt may have many chunks."""
+        """Includes the span. ``dataclasses.asdict`` takes ten times as long, and a prompt may have many chunks."""
         return vars(self) | {"span": dict(vars(self.span))}
 
 
@@ -73,16 +73,16 @@ class RequestOutput:
     mode: Literal["plain", "fill", "reuse"]
     """Ordinary generation; some chunks were filled first; chunks were reused and none was filled."""
     ttft_ms: float
-    """Milliseconds to the first token, from when this prompt's turn comes."""
+    """Milliseconds to the first token, from the start of work on this prompt."""
     prompt_tokens: int
     cached_tokens: int
     filled_tokens: int
     recomputed_tokens: int
     charged_ratio: float
-    """What recomputing and choosing cost, as a share of computing all chunk tokens in all layers."""
+    """Cost of recomputing and choosing, as a share of computing all chunk tokens in all layers."""
     prefilled_tokens: int
     chunks: tuple[ChunkReport, ...]
     absent_documents: tuple[int, ...] = ()
-    """Which of the documents that were named occur nowhere in the prompt, as indices."""
+    """Indices of the named documents that occur nowhere in the prompt."""
     fallback_reason: str | None = None
     """Why a prompt with chunks was served by ordinary generation."""

@@ -1,9 +1,9 @@
-"""Finds out, by asking the model, which cached columns rotate, how, and by which table.
+"""Measures which cached columns of a model rotate, how, and by which table.
 
 Model classes differ in where they keep rotary tables, in how they pair columns, and in what they cache
-(MLA caches a latent and rotates only its last columns). Instead of knowing each by name we compute the
-same tokens at two positions and look for the turn that explains the difference, layer by layer. A model
-whose keys move in any other way (learned or absolute positions, FoPE, dual-chunk) is found out here.
+(MLA caches a latent and rotates only its last columns). Instead of knowing each class by name, we compute the same
+tokens at two positions and look for the turn that explains the difference, layer by layer. A model whose keys move in
+any other way (learned or absolute positions, FoPE, dual-chunk) is detected here.
 """
 
 from collections.abc import Hashable, Sequence
@@ -42,14 +42,14 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 def explain_layer(
     layer: int, at_old: Rows, at_new: Rows, old: range, new: range, tables: Sequence[RotaryTable]
 ) -> LayerRotary | None:
-    """What turns the rows computed at ``old`` into those at ``new``; ``None`` when nothing has to turn."""
+    """The turn from the rows computed at ``old`` to those at ``new``; ``None`` when nothing has to turn."""
     length = max(old.stop, new.stop)
     # GPUs may compute float32 attention in TF32, which has no more bits than half precision.
     exact = at_old[0].dtype == torch.float32 and not at_old[0].is_cuda
-    # Rounding alone separates right from seen; a wrong pairing is off by tens of percent.
+    # The right turn is off by rounding only; a wrong pairing is off by tens of percent.
     tolerance = 1e-3 if exact else 5e-2
-    # The first layer's input is the same at both places. Below it, rounding may have grown until some rows are of
-    # different inputs; the part that does not turn shows which are not.
+    # The first layer's input is the same at both positions. In later layers, rounding errors may have grown until
+    # some rows have different inputs. The part that does not turn (K or V) shows which rows have the same input.
     every = torch.ones(len(old), dtype=torch.bool, device=at_old[0].device)
     same_k, same_v = (
         every if exact or layer == 0 else _same_rows(a, b, tolerance / 2) for a, b in zip(at_old, at_new, strict=True)
@@ -64,7 +64,7 @@ def explain_layer(
             rotate_(turned, turn, columns)
             found = _distance(moved, at_new, telling), LayerRotary(table, columns)
             best = min(best, found, key=lambda pair: pair[0])
-    # A turn that is hardly better than none is luck.
+    # A turn that is hardly better than none fits by chance.
     if not best[0] < tolerance or (best[1] is not None and best[0] > without / 2):
         raise UnsupportedModelError(
             f"the keys of layer {layer} do not move with position like rotary ones (closest: {best[0]:.1%} off); "
@@ -85,14 +85,14 @@ def _column_choices(width: int, rows: Rows) -> list[RotaryColumns]:
 
 
 def _same_rows(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:
-    """Which tokens have the same rows in both, as a mask; all when none has. The first token should be among them: it
-    sees nothing but itself, wherever it stands, so no attention that is rounded differently reaches it."""
+    """Mask of the tokens that have the same rows in both; all tokens when none has. The first token should be among
+    them: at any position it sees only itself, so differences in the rounding of attention do not reach it."""
     same = (a.float() - b.float()).norm(dim=(0, 2)) < limit * b.float().norm(dim=(0, 2)).clamp(min=1e-30)
     return same if same.any() else torch.ones_like(same)
 
 
 def _distance(ours: Rows, theirs: Rows, telling: torch.Tensor) -> float:
-    """Relative difference of the two in the ``telling`` tokens, the worse of K and V."""
+    """Relative difference of the two in the tokens of the mask ``telling``, the worse of K and V."""
     return max(
         float((a - b).norm() / b.norm().clamp(min=1e-30)) if b.numel() else 0.0
         for a, b in ((a[:, telling].float(), b[:, telling].float()) for a, b in zip(ours, theirs, strict=True))
@@ -102,7 +102,7 @@ def _distance(ours: Rows, theirs: Rows, telling: torch.Tensor) -> float:
 def turns_for(
     moves: Sequence[tuple[ChunkKV, int]], length: int, rotary: Sequence[LayerRotary | None]
 ) -> list[LayerTurn | None]:
-    """How each layer of some entries, one after the other, turns on its way to the given positions of a prompt of
+    """For each layer, the turn that moves entries, one after the other, to the given positions of a prompt of
     ``length`` tokens."""
     old = [at for entry, _ in moves for at in range(entry.first_position, entry.first_position + len(entry.tokens))]
     new = [at for entry, position in moves for at in range(position, position + len(entry.tokens))]

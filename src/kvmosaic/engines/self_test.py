@@ -1,9 +1,9 @@
-"""The start-up gate: reuse is compared with what it has to equal, before anybody's prompt depends on it.
+"""The start-up self-test: reuse is compared with results that it has to equal, before any request depends on it.
 
-Two things are exact by definition, whatever the model, its weights and the settings: a prompt assembled from chunks
-whose tokens are then all recomputed is a full prefill, and a chunk moved into place is the chunk computed there.
-How far reuse *without* recomputing may be from a full prefill is no such thing: it depends on the model and on the
-documents, and keys left unturned can come out nearer than right ones. That is measured by ``calibrate``, not here.
+Two equalities hold by definition, for every model, weights and settings: a prompt assembled from chunks whose tokens
+are then all recomputed equals a full prefill, and a chunk moved into place equals the chunk computed there. The
+distance of reuse *without* recomputing from a full prefill is not tested: it depends on the model and on the
+documents, and unturned keys can be closer than right ones. ``calibrate`` measures it.
 """
 
 import random
@@ -19,30 +19,30 @@ from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.core.window import WHOLE, WindowTails
 
 SYSTEM_TOKENS, CHUNK_TOKENS, QUESTION_TOKENS = 33, (17, 22), 16
-"""Sizes of the prompt's parts. What stands before chunks is long enough that keys turn far."""
+"""Sizes of the prompt's parts, in tokens. The part before chunks is long enough that keys turn far."""
 CONTEXT_TOKENS = 16
 """Maximum tokens of the sink prefix that chunks are computed after: more would only cost time."""
 SHIFT = 5
-"""Rounding is measured by what it does when all positions are this much higher: exact numbers would not change."""
+"""Offset of all positions that rounding is measured with: exact numbers would not change."""
 ROUNDING_FACTOR = 2.5
-"""Most that an error may be, in units of that. Right ones are at 0.6 to 1.2, keys not turned at 6 to 12."""
+"""Maximum error, in units of the measured rounding. Right results are at 0.6 to 1.2, unturned keys at 6 to 12."""
 SMALL_EXACT, SMALL_HALF = 1e-3, 3e-2
-"""Errors below this, in single and in half precision, are not compared with rounding. Keys not turned give 1e-1 and
-above; in half precision the experts that a token is sent to may change for no better reason than luck."""
+"""Errors below this, in single and in half precision, are not compared with rounding. Unturned keys give 1e-1 and
+above. In half precision, a token may be routed to other experts by chance."""
 LAST_FACTOR = 10
 """Maximum error of the last token in half precision, in units of the mean over all tokens."""
 ATTEMPTS = 3
-"""Number of prompts that have to fail: with a mixture of experts, one may by chance."""
+"""Number of prompts that have to fail: with a mixture of experts, one may fail by chance."""
 OFF = (
     "the chunk cache is off, every request is prefilled as a whole: %s; "
     "please report this. self_test=false would use the cache nevertheless, at the risk of wrong answers"
 )
-"""The log line of an engine that failed."""
+"""The log line of an engine that failed its self-test."""
 
 
 class Trial(Protocol):
-    """An engine and the prompt it is tried with. Each method computes the prompt in its own way and returns what the
-    model makes of the question's tokens, logits or last hidden states: ``[question tokens, width]``."""
+    """An engine and the prompt it is tried with. Each method computes the prompt in its own way and returns the
+    model's output for the question's tokens, logits or last hidden states: ``[question tokens, width]``."""
 
     def prefill(self, shift: int) -> torch.Tensor:
         """Everything computed by the engine itself, at positions ``shift`` higher."""
@@ -57,14 +57,15 @@ class Trial(Protocol):
         ...
 
     def in_place(self, shift: int) -> torch.Tensor:
-        """Chunks computed alone, but at their places in the prompt; all other tokens computed. All positions are
+        """Chunks computed alone, but at their positions in the prompt; all other tokens computed. All positions are
         ``shift`` higher."""
         ...
 
 
 def trial_sink(setting: str, sink: Sequence[int], vocabulary: int, *, is_placed: bool) -> tuple[int, ...]:
-    """What a trial's chunks are computed after, by the setting ``chunk_context``: the first tokens of its sink.
-    A learned one is placed and has no tokens, so others take their place. ``vocabulary``: number of token ids."""
+    """The tokens that a trial's chunks are computed after, according to the setting ``chunk_context``: the first ones
+    of the sink. A learned sink is placed and has no tokens, so other tokens are used. ``vocabulary``: number of token
+    ids."""
     if setting == "system":
         return ()
     return tuple((witness_tokens(vocabulary) if is_placed else sink)[:CONTEXT_TOKENS])
@@ -72,13 +73,13 @@ def trial_sink(setting: str, sink: Sequence[int], vocabulary: int, *, is_placed:
 
 def trial_prompts(context_tokens: int, vocabulary: int, limit: int | None) -> list[ChunkedPrompt]:
     """Prompts of random tokens for chunks that are computed after ``context_tokens`` others. With :data:`SHIFT` they
-    stay within ``limit`` positions; none when those are too few, as they then are for any request."""
+    stay within ``limit`` positions. There are none if that is too few, as it then is for any request."""
     sizes = (SYSTEM_TOKENS, *CHUNK_TOKENS, QUESTION_TOKENS)
     room = sum(sizes) if limit is None else min(sum(sizes), limit - SHIFT - context_tokens)
     system, *chunks, question = (size * room // sum(sizes) for size in sizes)
     if min(system, *chunks, question) < 1:
         return []
-    # As far in as a chunk's context is long: computed in place, it has to fit before the chunk.
+    # Chunks start after the length of their context: computed in place, the context has to fit before a chunk.
     ends = [context_tokens + system]
     for size in chunks:
         ends.append(ends[-1] + size)
@@ -93,15 +94,15 @@ def trial_entry(
     kv: tuple[torch.Tensor, torch.Tensor],
     tails: WindowTails = WHOLE,
 ) -> ChunkKV:
-    """An entry that no store will see, of K ``[heads, layers, tokens, k_dim]`` and V ``[…, v_dim]``."""
+    """An entry that is never stored, of K ``[heads, layers, tokens, k_dim]`` and V ``[…, v_dim]``."""
     key = ChunkKey(content_hash(tokens, context), len(tokens), "self-test", "self-test", "self-test")
     return ChunkKV.from_kv(key, tokens, context, *kv, tails)
 
 
 def failure(trials: Iterable[Trial], dtype: torch.dtype, ranks: int = 1) -> str | None:
-    """Why chunks must not be reused, in one line; ``None`` when one of the trials goes well: what is broken fails in
-    all of them. ``dtype`` is the model's. An exception is a reason, too, unless other ranks are taking part: they
-    would wait for ever for what this one does not say, so it is raised."""
+    """Why chunks must not be reused, in one line; ``None`` when one of the trials succeeds: a real fault fails all of
+    them. ``dtype`` is the model's. An exception is also a reason. With several ``ranks`` it is raised instead,
+    because the other ranks would wait forever for this one."""
     reason = None
     for trial in trials:
         try:
@@ -119,13 +120,13 @@ def _fault(trial: Trial, dtype: torch.dtype) -> str | None:
     recomputed = _judge("a prompt recomputed in pieces", "a full prefill", trial.recomputed(), trial.prefill, dtype)
     if recomputed is not None:
         return recomputed
-    return _judge("a prompt of moved chunks", "one of chunks computed there", trial.moved(), trial.in_place, dtype)
+    return _judge("a prompt of moved chunks", "one of chunks computed in place", trial.moved(), trial.in_place, dtype)
 
 
 def _judge(
     ours: str, theirs: str, tried: torch.Tensor, wanted: Callable[[int], torch.Tensor], dtype: torch.dtype
 ) -> str | None:
-    """Compare what was tried with what is wanted: outputs ``[tokens, width]`` at positions so much higher."""
+    """Compare an output ``[tokens, width]`` with the wanted one, which is a function of a shift of all positions."""
     right, is_exact = wanted(0), dtype.itemsize >= 4
     error, bound = _distance(tried, right, is_exact), SMALL_EXACT if is_exact else SMALL_HALF
     if not error <= bound:
@@ -138,11 +139,11 @@ def _judge(
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor, is_exact: bool) -> float:
-    """Relative difference of two outputs ``[tokens, width]``; not a number if either has one that is not.
+    """Relative difference of two outputs ``[tokens, width]``; NaN if either has a NaN.
 
-    Of the worst token where numbers are ``is_exact``. In half precision, the geometric mean over tokens, which one
-    that was sent to other experts by a rounding error does not dominate; but the last token, on which the answer
-    depends, must not be far off."""
+    If ``is_exact``, that of the worst token. In half precision, the geometric mean over tokens, which a single token
+    that rounding sent to other experts does not dominate. The last token, on which the answer depends, must not be
+    far off either."""
     a, b = (x.float() - x.float().mean(-1, keepdim=True) for x in (ours, theirs))
     relative = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-30)
     if is_exact:

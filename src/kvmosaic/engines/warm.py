@@ -12,27 +12,27 @@ Chunk = tuple[int, ...]
 
 @dataclass
 class WarmCounts:
-    """What became of documents."""
+    """Number of documents by outcome."""
 
     filled: int = 0
     known: int = 0
-    """There already, or the same as another one."""
+    """Stored already, or the same as another one."""
     too_long: int = 0
-    """More than fits behind the sink prefix: such documents are never reused."""
+    """Too long to fit behind the sink prefix: such documents are never reused."""
     too_short: int = 0
-    """Less than the shortest chunk: neither are such ones."""
+    """Shorter than the minimum for a chunk: such documents are never reused."""
     filled_tokens: int = 0
 
 
 class Warmer(ABC):
-    """An engine that fills documents into tiers that outlive it. What is there is neither read nor filled again, so
-    an interrupted run can simply be started anew."""
+    """An engine that fills documents into tiers that outlive it. Stored documents are neither read nor filled again,
+    so an interrupted run can simply be restarted."""
 
     parser: ChunkTokenParser
 
     @abstractmethod
     def states(self, chunks: Sequence[Chunk]) -> list[WarmState]:
-        """Whether documents, as chunks, are where they shall be, with all that was filled so far written."""
+        """The state of each document, as a chunk, after everything filled so far is written."""
 
     @abstractmethod
     def fill(self, chunks: Sequence[Chunk]) -> None:
@@ -43,7 +43,7 @@ class Warmer(ABC):
         """Stop the engine."""
 
     def warm(self, documents: Sequence[Chunk], counts: WarmCounts) -> None:
-        """Have these documents stored, and count what was done. ``parser.document_tokens`` makes chunks of texts."""
+        """Store these documents and count the outcomes. ``parser.document_tokens`` makes chunks of texts."""
         chunks = list(dict.fromkeys(documents))
         states = dict(zip(chunks, self.states(chunks), strict=True))
         missing = [chunk for chunk, state in states.items() if state == "missing"]

@@ -1,8 +1,8 @@
 """Attention of any subset of a prompt's tokens, exact in position.
 
 Registered with transformers as one more attention implementation. While a plan is active the model's own
-mask rule (causal, sliding window, chunked, …) is evaluated at the positions the rows really have, whatever
-gaps lie between them; the arithmetic stays that of the model's own implementation.
+mask rule (causal, sliding window, chunked, …) is evaluated at the true positions of the rows, which may have gaps
+between them. The arithmetic is that of the model's own implementation.
 """
 
 import sys
@@ -20,7 +20,7 @@ from kvmosaic.core.errors import UnsupportedModelError
 IMPLEMENTATION = "kvmosaic"
 
 exclusive = threading.RLock()
-"""Held by whoever runs a model: the plan below and a model's attention implementation are shared state."""
+"""Held while a model runs: the plan below and a model's attention implementation are shared state."""
 
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, float], None]
@@ -34,7 +34,7 @@ class AttentionPlan:
         self.positions = positions
         self.length = length
         self.calls = 0
-        """How many layers came through here: a model that bypasses us must not be trusted."""
+        """Number of layers that used this plan. A model that bypasses it must not be trusted."""
         self.observe: Observer | None = None
         """Called in each layer with its index, queries ``[heads, rows, dim]``, keys ``[kv_heads, length, dim]`` and
         the scale of their products, before attention is computed."""
@@ -42,10 +42,10 @@ class AttentionPlan:
         self.is_plain_causal = positions.dim() == 1 and (
             rows == length or (rows == 1 and int(positions[0]) == length - 1)
         )
-        """Whether ordinary causal attention, without a mask, does the same."""
+        """Whether ordinary causal attention, without a mask, gives the same result."""
 
     def visible(self, rule: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """``[1 or batch, rows, length]`` bool: a transformers mask rule, asked about the rows' true positions."""
+        """``[1 or batch, rows, length]`` bool: a transformers mask rule, evaluated at the rows' true positions."""
         keys = torch.arange(self.length, device=self.positions.device)
         zero = torch.zeros(1, 1, 1, dtype=torch.long, device=self.positions.device)
         rows = self.positions.view(-1, self.positions.shape[-1], 1)
@@ -64,7 +64,7 @@ def _positional_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """``[1 or batch, 1, rows, length]``, or ``None`` where ordinary causal attention does the same."""
+    """``[1 or batch, 1, rows, length]``, or ``None`` if ordinary causal attention gives the same result."""
     assert _plan is not None
     reaches_all = local_size is None or local_size >= _plan.length
     if _plan.is_plain_causal and reaches_all and allow_is_causal_skip and _native != "eager":
@@ -95,8 +95,8 @@ def _positional_attention(
         rows = query.shape[2]
         if not query.is_cuda or attention_mask is None or rows % 32 != 1 or rows == 1:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        # On CUDA, with a mask and heads of 256, the row after a multiple of 32 comes out wrong if it is the last one:
-        # seen with torch 2.11 in every such call (pytorch issue 191937 is alike). One more row keeps it company.
+        # On CUDA, with a mask and a head size of 256, the row after a multiple of 32 is wrong if it is the last one.
+        # This was seen with torch 2.11 in every such call (pytorch issue 191937 is similar). So one row is added.
         query, attention_mask = (torch.cat([x, x[:, :, -1:]], dim=2) for x in (query, attention_mask))
         output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output[:, :rows], weights

@@ -10,7 +10,7 @@ from kvmosaic.core.errors import PromptError
 from kvmosaic.core.sources import find_sources, texts_of
 
 PARAGRAPH = "\n\n"
-"""What stands between documents, and between messages where there is no chat format."""
+"""Separator between documents, and between messages if there is no chat format."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class ChatPrompt:
     documents: Sequence[str]
     """Texts in it that are documents."""
     question: str | None
-    """The text from whose first place on no separator counts."""
+    """The text from whose first occurrence on no separator counts."""
 
 
 def messages_about(system: str, documents: Sequence[str], question: str) -> list[dict[str, str]]:
-    """A conversation of one question about documents, with a blank line behind each of them."""
+    """A conversation of one question about documents, with a blank line after each document."""
     text = PARAGRAPH.join([*documents, question])
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
@@ -37,14 +37,14 @@ def chat_prompt(
     sources: Collection[str] = (),
     lead: str = "",
 ) -> ChatPrompt:
-    """A conversation in the model's chat format, or as paragraphs if it has none, and how the answer begins. Besides
-    ``documents``, those are documents that :func:`find_sources` finds."""
+    """A conversation in the model's chat format, or as paragraphs if it has none, and ``lead``, the beginning of the
+    answer. Its documents are ``documents`` and those that :func:`find_sources` finds."""
     if tokenizer is None:
         raise PromptError("this engine has no tokenizer; pass token ids instead of messages")
     if not all(isinstance(message, Mapping) for message in messages):
         raise PromptError("messages must be objects with a role and a content")
     found = find_sources({"messages": list(messages)}, sources)
-    # Parts are lines, as in vLLM: most templates take a text and nothing else.
+    # Parts are lines, as in vLLM: most templates only take a text.
     flat = [{**message, "content": "\n".join(texts_of(message.get("content")))} for message in messages]
     if tokenizer.chat_template is None:
         text = PARAGRAPH.join(message["content"] for message in flat)
@@ -55,5 +55,5 @@ def chat_prompt(
         except (TemplateError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise PromptError(f"the model's chat template refuses these messages: {reason}") from None
-        tokens = tokenizer.encode(text + lead, add_special_tokens=False)  # the template has written them
+        tokens = tokenizer.encode(text + lead, add_special_tokens=False)  # the template has written these
     return ChatPrompt(tokens, [*documents, *found.documents], found.question)

@@ -1,4 +1,4 @@
-"""The embedded engine's chunk cache: fills what is missing."""
+"""The embedded engine's chunk cache, which fills missing chunks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -59,7 +59,7 @@ class HFChunkCache(ChunkCache):
         return [found[tuple(chunk)] for chunk in chunks]
 
     def fill_all(self, prompt: ChunkedPrompt) -> None:
-        """Have every chunk of a prompt in the store that fits into it."""
+        """Fill and store every missing chunk of a prompt that :meth:`fits`."""
         context, length = self.context_of(prompt), len(prompt.token_ids)
         fitting = [span for span in prompt.chunks if self.fits(len(span), context, length)]
         self.find_or_fill([prompt.tokens_of(span) for span in fitting], context, length)
@@ -67,7 +67,7 @@ class HFChunkCache(ChunkCache):
     def fill_missing(
         self, missing: Mapping[tuple[int, ...], Missing], context: Sequence[int], length: int
     ) -> dict[tuple[int, ...], Found]:
-        """Fill and store what :meth:`find` did not find."""
+        """Fill and store the chunks that :meth:`find` did not find."""
         if not missing:
             return {}
         entries = self.fill({lacking.key: chunk for chunk, lacking in missing.items()}, context, length)
@@ -79,12 +79,12 @@ class HFChunkCache(ChunkCache):
     def fill(self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], length: int) -> list[ChunkKV]:
         """Compute the entries of chunks that are missing, together, and store them under their keys."""
         entries = []
-        # With a learned sink every context is that one: chunk_context=system has none.
+        # With a learned sink, every context is that sink: chunk_context=system has no learned sink.
         tokens = () if self._sink_kv is not None else context
         computed = self._engine.fill(tokens, list(chunks.values()), length, sink=self._sink_kv)
         for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
             entries.append(self.put(key, chunk, context, k, v))
-            self.store.wait_for_room()  # nobody decodes beside us, so what was computed need not be dropped
+            self.store.wait_for_room()  # no request decodes meanwhile, so entries need not be dropped
         return entries
 
     def warm(self, documents: Iterable[str], prompt_length: int | None = None) -> int:

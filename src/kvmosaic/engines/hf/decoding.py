@@ -1,4 +1,4 @@
-"""A prompt that is put together, and its answer, token by token."""
+"""An assembled prompt, and the decoding of its answer."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from kvmosaic.engines.results import ChunkReport
 
 
 class Assembled(NamedTuple):
-    """A prompt ready to decode: logits ``[vocab]`` after it, how to go on, and what became of its chunks."""
+    """A prompt ready to decode: logits ``[vocab]`` after it, the next step, and reports about its chunks."""
 
     logits: torch.Tensor
     kv: RequestKV
@@ -25,9 +25,9 @@ class Assembled(NamedTuple):
     """Computes the last of these tokens, all others being cached: logits ``[vocab]`` after it."""
     reports: tuple[ChunkReport, ...] = ()
     recomputed: tuple[int, ...] = ()
-    """Positions of chunk tokens that were computed anew."""
+    """Positions of chunk tokens that were recomputed."""
     charged_ratio: float = 0.0
-    """What that and the choice of them cost, as a share of computing all chunk tokens in all layers."""
+    """Cost of recomputing and choosing them, as a share of computing all chunk tokens in all layers."""
     missing: Mapping[tuple[int, ...], Missing] = MappingProxyType({})
     """Chunks that were in no tier and were computed as ordinary text."""
 

@@ -39,8 +39,8 @@ class LLM:
     """A causal LM that reuses the KV of documents it has seen.
 
     ``model`` is a catalog name (``smollm2-135m``), a folder, a hub name, or a loaded model. All other
-    settings are those of :class:`ChunkCacheConfig`; also read from ``KVMOSAIC_*`` and YAML. When the
-    chunk cache cannot work with the model, generation works without it and one warning says why.
+    settings are those of :class:`ChunkCacheConfig`, which are also read from ``KVMOSAIC_*`` and YAML. If the chunk
+    cache cannot work with the model, generation works without it and one warning gives the reason.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LLM:
         sink = sink_of(self.config, learned, self.model.generation_config.bos_token_id, self.tokenizer)
         try:
             self._engine = HFModel(self.model)
-        except Exception as error:  # whatever a model does with our cache: it can still generate without
+        except Exception as error:  # any model can still generate without our cache
             reason = str(error) if isinstance(error, UnsupportedModelError) else f"{type(error).__name__}: {error}"
             self._off_reason = f"unsupported model: {' '.join(reason.split())}"
             logger.warning("the chunk cache is off: %s", self._off_reason)
@@ -146,7 +146,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer each prompt, in order. ``use_chunk_cache=False`` is a plain, full prefill.
 
-        ``documents`` are texts that are chunks wherever they stand in a prompt: one list for all prompts, or a list
+        ``documents`` are texts that are chunks wherever they occur in a prompt: one list for all prompts, or a list
         for each."""
         params = SamplingParams(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
         ratio = self.config.recompute_ratio if recompute_ratio is None else recompute_ratio
@@ -169,8 +169,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, in the model's chat format.
 
-        Besides ``documents``, the text parts of messages are chunks, but for the last one of each user message, and
-        results of tools, as far as ``chunk_sources`` has them. ``options`` are those of :meth:`generate`."""
+        Besides ``documents``, the text parts of messages, except for the last one of each user message, and tool
+        results are chunks, if ``chunk_sources`` includes them. ``options`` are those of :meth:`generate`."""
         talks = conversations(messages)
         names = names_for_each(documents, len(talks))
         sources = self.config.sources
@@ -208,7 +208,7 @@ class LLM:
                 assembled = self.assemble(prompt, ratio, params.max_tokens, policy)
                 decoded = decode(self.model, prompt, assembled, params, start)
             if assembled.missing and self.config.miss_policy == "background":
-                # Behind the answer, so that nobody's first token waits for it.
+                # After the answer, so that no first token waits for it.
                 context = self.chunk_cache.context_of(prompt)
                 self.chunk_cache.fill_missing(assembled.missing, context, len(prompt.token_ids))
         else:
@@ -236,8 +236,8 @@ class LLM:
         )
 
     def assemble(self, prompt: ChunkedPrompt, ratio: float, room: int = 0, policy: Policy | None = None) -> Assembled:
-        """Put the request's KV together: chunks from the store, then everything else and what the policy picks
-        computed in one pass, with ``room`` tokens left for the answer. Call it inside ``engine.session()``."""
+        """Assemble the request's KV. Chunks come from the store; all other tokens and those that the policy picks are
+        computed in one pass. There is room for ``room`` tokens of the answer. Call it inside ``engine.session()``."""
         engine, cache, length = self.engine, self.chunk_cache, len(prompt.token_ids)
         context = cache.context_of(prompt)
         fitting = [span for span in prompt.chunks if cache.fits(len(span), context, length)]
@@ -279,7 +279,7 @@ class LLM:
         )
 
     def full_prefill(self, prompt: ChunkedPrompt, room: int = 0) -> Assembled:
-        """What :meth:`assemble` approximates: all tokens computed, nothing reused or stored."""
+        """The result that :meth:`assemble` approximates: all tokens computed, nothing reused or stored."""
         engine, length = self.engine, len(prompt.token_ids)
         kv = RequestKV(engine.format, length + room, self.model.device)
         logits = engine.forward(prompt.token_ids, range(length), kv, length)[-1]

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer, in numbers that this machine can compute with."""
+"""Loads a model and its tokenizer, in a number format that this machine can compute with."""
 
 import logging
 

@@ -25,7 +25,7 @@ from kvmosaic.engines.rotary import LayerRotary, explain_layer, turns_for
 from kvmosaic.kernels.remap import remap
 
 FILL_BATCH_TOKENS = 4096
-"""Most tokens, padding included, that one fill forward computes."""
+"""Maximum tokens of one fill forward, including padding."""
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -39,12 +39,12 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 class _SeenEnough(Exception):
-    """A probe has seen what it wanted to see."""
+    """Ends the forward of a probe after the last layer it needs."""
 
 
 class HFModel:
     """Wraps a causal LM. Construction measures what it caches and how keys turn, and raises
-    :class:`UnsupportedModelError` where they cannot be reused. Whether all of this works out is for the self-test."""
+    :class:`UnsupportedModelError` if they cannot be reused. The self-test checks the results of reuse."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
@@ -67,7 +67,7 @@ class HFModel:
 
     @property
     def weights(self) -> str:
-        """Digest of the weights as they were when they were last looked at."""
+        """Digest of the weights at the last check."""
         return self._weights.digest
 
     @property
@@ -82,11 +82,11 @@ class HFModel:
 
     @contextmanager
     def session(self, gradients: bool = False) -> Iterator[None]:
-        """Every forward of one request happens inside a session; the model is untouched outside. With ``gradients``
-        what is computed can be differentiated."""
+        """Every forward of one request happens inside a session; outside, the model is unchanged. With ``gradients``,
+        the results can be differentiated."""
         with positional_attention(self.model), torch.inference_mode(not gradients):
             training = self.model.training
-            self.model.eval()  # dropout would be stored
+            self.model.eval()  # with dropout, wrong KV would be stored
             for table in self._tables:
                 table.reset()
             try:
@@ -95,19 +95,18 @@ class HFModel:
                 self.model.train(training)
 
     def fingerprint(self, length: int) -> str | None:
-        """What KV depends on besides tokens: the configuration, the weights as they were when they were last looked
-        at, and the rotary tables in force in prompts of ``length`` tokens; ``None`` where those are good for one
-        length only."""
+        """Digest of everything that KV depends on besides tokens: the configuration, the weights at the last check,
+        and the rotary tables for prompts of ``length`` tokens. ``None`` if those are valid for one length only."""
         regime = self._regime(length)
         return None if regime is None else format_fingerprint(regime=regime, **self._identity)
 
     def notice_weights(self) -> None:
-        """Look whether weights are what they were, before keys are made that depend on them."""
+        """Check whether the weights have changed. To be called before keys are made, which depend on them."""
         if self._weights.have_changed():
             self._identity["weights"] = self._weights.digest
 
     def plain_logits(self, tokens: Sequence[int], last: int, shift: int) -> torch.Tensor:
-        """Logits ``[last, vocab]`` of the model left to itself, with positions from ``shift`` on."""
+        """Logits ``[last, vocab]`` of the model on its own, with positions from ``shift`` on."""
         with exclusive, torch.inference_mode():
             for table in self._tables:
                 table.reset()
@@ -127,7 +126,7 @@ class HFModel:
     ) -> torch.Tensor:
         """The sparse forward: compute the tokens at ``positions`` (ascending) of a sequence of ``length``
         tokens whose other KV is already in ``kv``. Returns the logits ``[last, vocab]`` after the last of them.
-        With ``shift`` the model is told positions that much higher."""
+        The positions that the model gets are ``shift`` higher."""
         where = torch.tensor(list(positions), device=self.model.device)
         kv.expect(where, length)
         return self._run([tokens], where[None] + shift, kv, AttentionPlan(where, length), last)[0]
@@ -158,7 +157,7 @@ class HFModel:
         layer: int,
         observe: Observer | None = None,
     ) -> None:
-        """Compute the tokens at ``positions`` as :meth:`forward` does, but no further than the KV of ``layer``."""
+        """Compute the tokens at ``positions`` as :meth:`forward` does, but only up to the KV of ``layer``."""
         where = torch.tensor(list(positions), device=self.model.device)
         kv.expect(where, length)
         plan = AttentionPlan(where, length)
@@ -174,9 +173,9 @@ class HFModel:
             self._run([[prompt.token_ids[position] for position in positions]], where[None], kv, plan)
 
     def step(self, so_far: Sequence[int], kv: RequestKV) -> torch.Tensor:
-        """Decode: compute the last of ``so_far``; logits ``[vocab]`` after it."""
+        """Decode: compute the last of ``so_far``. Returns the logits ``[vocab]`` after it."""
         length = len(so_far)
-        # Where longrope changes its table, keys turned by the old one are no good: compute all anew.
+        # When longrope switches its table, keys turned by the old one are invalid: recompute everything.
         start = 0 if rope_switches(self._tables, length) else length - 1
         return self.forward(so_far[start:], range(start, length), kv, length)[-1]
 
@@ -188,9 +187,9 @@ class HFModel:
         start: int = VIRTUAL_POS_START,
         sink: KV | None = None,
     ) -> list[KV]:
-        """KV of each chunk, computed alone after ``context`` with the rotary tables of a prompt of ``length`` tokens;
-        chunks of similar length share a forward. Canonical unless ``start``, the first position, is another. With a
-        learned ``sink`` there is no context, and chunks come after that."""
+        """KV of each chunk, computed alone after ``context`` with the rotary tables of a prompt of ``length`` tokens.
+        Chunks of similar length share a forward. The KV is canonical with the default ``start``, the first position.
+        With a learned ``sink`` the context is empty, and chunks come after the sink."""
         results: dict[int, KV] = {}
         batch: list[int] = []
 
@@ -209,7 +208,7 @@ class HFModel:
         return [results[index] for index in range(len(chunks))]
 
     def witness(self) -> torch.Tensor:
-        """Values by which models are told apart, ``[heads, tokens, v_dim]``; see :class:`LearnedSink`."""
+        """Values that distinguish models, ``[heads, tokens, v_dim]``; see :class:`LearnedSink`."""
         tokens = witness_tokens(self.model.config.get_text_config().vocab_size)
         [(_, v)] = self.fill((), [tokens], len(tokens))
         return v[:, -1]
@@ -243,12 +242,11 @@ class HFModel:
             ).logits
 
     def _capture(self, rows: Sequence[Sequence[int]], start: int, length: int, sink: KV | None = None) -> CapturedKV:
-        """Run rows side by side, each alone, at positions from ``start`` on or behind a learned ``sink`` that is
-        there, and record their KV.
+        """Run rows as a batch, each by itself, and record their KV. Positions begin at ``start``; a learned ``sink``
+        takes the first ones.
 
-        Rows are padded at the end, where causality keeps the padding out of sight. The last padding token
-        stands at position ``length - 1``: it puts the model's rotary tables into the state they have for
-        a prompt of that length."""
+        Rows are padded at the end, where no other token sees the padding. The last padding token has the position
+        ``length - 1``: it puts the model's rotary tables into the state they have for a prompt of that length."""
         width = max(map(len, rows)) + 1
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
         before = 0 if sink is None else sink[0].shape[2]
@@ -271,7 +269,7 @@ class HFModel:
         return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def _measure(self, tokens: Sequence[int]) -> tuple[KVFormat, list[LayerRotary | None]]:
-        """Compute the same tokens at two places and explain what changed, layer by layer."""
+        """Compute the same tokens at two positions and explain the differences, layer by layer."""
         shift = min(29, (self.max_positions or 64) // 2)
         old, new = range(len(tokens)), range(shift, shift + len(tokens))
         try:
@@ -280,7 +278,7 @@ class HFModel:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not take a cache of our own ({type(error).__name__}: {error}); "
+                f"{type(self.model).__name__} does not accept our cache ({type(error).__name__}: {error}); "
                 "only models that keep nothing but keys and values per token can reuse chunks"
             ) from error
         layers = sorted(at_old.captured)

@@ -1,4 +1,4 @@
-"""A blend pass whose set of tokens shrinks on its way through the layers."""
+"""A blend pass whose set of tokens shrinks from layer to layer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
 
 
 class Narrowing:
-    """The rows that are still being computed. ``lasting`` rows ``[rows]`` are never dropped."""
+    """The rows that are still being computed. Those in the mask ``lasting`` ``[rows]`` are never dropped."""
 
     def __init__(self, checks: Sequence[Check], lasting: torch.Tensor, plan: AttentionPlan, kv: RequestKV) -> None:
         self._checks = {check.layer: check for check in checks}
@@ -33,7 +33,7 @@ class Narrowing:
         self._survivors: torch.Tensor | None = None
 
     def written(self, layer: int, fresh: dict[str, torch.Tensor], reused: dict[str, torch.Tensor]) -> None:
-        """Called with a layer's K and V ``[heads, rows, dim]``, new and old: decides who goes on behind a check."""
+        """Called with a layer's K and V ``[heads, rows, dim]``, new and old. A check decides which rows go on."""
         check = self._checks.get(layer)
         if check is None:
             return

@@ -1,4 +1,4 @@
-"""Ordinary generation: transformers itself, with a clock. What requests without chunks get, and the baseline."""
+"""Ordinary generation by transformers itself, with a clock: for requests without chunks, and as the baseline."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Decoded(NamedTuple):
 
 
 class _Clock(BaseStreamer):
-    """Notes when the first token comes. Transformers streams the prompt first, then every new token."""
+    """Records when tokens come. Transformers streams the prompt first, then every new token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

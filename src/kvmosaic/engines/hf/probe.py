@@ -1,4 +1,4 @@
-"""What a policy sees of a request of the embedded engine."""
+"""A request of the embedded engine, as policies see it."""
 
 from collections.abc import Sequence
 

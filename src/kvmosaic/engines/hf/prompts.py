@@ -1,4 +1,4 @@
-"""Prompts of any kind: checked, and cut into chunks."""
+"""Checks prompts of any kind and cuts them into chunks."""
 
 import operator
 import time
@@ -14,17 +14,17 @@ Prompt = str | Sequence[int] | ChunkedPrompt | ChatPrompt
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt that the model can take."""
+    """A prompt that the model can process."""
 
     prompt: ChunkedPrompt
     absent: tuple[int, ...]
-    """Which of its documents occur nowhere in it, as indices."""
+    """Indices of its documents that occur nowhere in it."""
     seconds: float
     """The time that reading took, which counts towards its TTFT."""
 
 
 class PromptReader:
-    """Reads prompts for a model of ``vocabulary`` tokens and ``max_positions``, if these are limited."""
+    """Reads prompts for a model of ``vocabulary`` token ids and ``max_positions``, if these are limited."""
 
     def __init__(self, parser: ChunkTokenParser, vocabulary: int, max_positions: int | None) -> None:
         self._parser = parser

@@ -12,13 +12,15 @@ from kvmosaic.engines.chunk_cache import KV
 
 
 class PositionedCache(Cache):
-    """A cache whose rows have positions of their own, so that its length says nothing about them."""
+    """A cache whose rows have explicit positions, which do not follow from its length."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        raise UnsupportedModelError("it derives positions from the length of its cache, not from those it is given")
+        raise UnsupportedModelError(
+            "the model derives positions from the length of its cache instead of using the given ones"
+        )
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0  # not used: the active attention plan makes the mask
@@ -28,7 +30,7 @@ class PositionedCache(Cache):
 
 
 class RequestKV(PositionedCache):
-    """The KV of one request, at its true positions: remapped chunks plus what the model computes.
+    """The KV of one request, at its true positions: remapped chunks plus KV that the model computes.
 
     ``k`` is ``[layers, heads, capacity, k_dim]``, ``v`` ``[layers, heads, capacity, v_dim]``. Before a
     forward, :meth:`expect` says which positions its rows have; each layer's rows are written there
@@ -38,14 +40,14 @@ class RequestKV(PositionedCache):
     def __init__(self, kv_format: KVFormat, capacity: int, device: torch.device) -> None:
         super().__init__()
         shape = (kv_format.layers, kv_format.heads, capacity)
-        # Zeros, because rows that no token may see yet are multiplied by weights of 0, and what is left over in
-        # memory may be no number.
+        # Zeros, because rows that no token may see yet are multiplied by weights of 0, and uninitialized memory may
+        # hold NaN.
         self.k = torch.zeros(*shape, kv_format.k_dim, dtype=kv_format.dtype, device=device)
         self.v = torch.zeros(*shape, kv_format.v_dim, dtype=kv_format.dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._length = 0
         self.on_write: Callable[[int, dict[str, torch.Tensor], dict[str, torch.Tensor]], None] | None = None
-        """Told each layer's index, its new K and V rows and those they replace, all ``[heads, rows, dim]``."""
+        """Called with each layer's index, its new K and V rows and those they replace, all ``[heads, rows, dim]``."""
 
     def expect(self, positions: torch.Tensor, length: int) -> None:
         """The next forward computes rows at ``positions`` and may see positions below ``length``."""
@@ -65,10 +67,10 @@ class RequestKV(PositionedCache):
 
 
 class CapturedKV(PositionedCache):
-    """Records what a model would cache, layer by layer, for rows that see only themselves and a learned sink."""
+    """Records the KV that a model would cache, by layer, for rows that see only themselves and a learned sink."""
 
     def __init__(self, sink: KV | None = None) -> None:
-        """``sink``: what each row begins after, K ``[heads, layers, tokens, k_dim]`` and V ``[…, v_dim]``."""
+        """``sink``: KV before each row, K ``[heads, layers, tokens, k_dim]`` and V ``[…, v_dim]``."""
         super().__init__()
         self._sink = sink
         self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -22,8 +22,8 @@ class TransformersTable:
         """Table rows at ``positions`` as the model makes them for a prompt of ``sequence_length`` tokens."""
         self.reset()
         device = next(self.module.buffers()).device
-        # Two more rows: some tables depend on the largest position asked for, so the sequence's last is
-        # among them; and row 1 shows, where row 0 would not, whether values are repeated.
+        # Two more rows. Some tables depend on the largest requested position, so the sequence's last one is included.
+        # Row 1 shows whether values are repeated; row 0 would not.
         ids = torch.tensor([[*positions, 1, sequence_length - 1]], device=device)
         kwargs = {} if self.layer_type is None else {"layer_type": self.layer_type}
         table = self.module(torch.zeros(1, dtype=self.dtype, device=device), ids, **kwargs)
@@ -35,7 +35,7 @@ class TransformersTable:
 
     @property
     def may_switch(self) -> bool:
-        """Whether the table has two lasting sets (longrope); spares the others a look each step."""
+        """Whether the table has two fixed sets of values (longrope). Other tables need no check at each step."""
         kind = getattr(self.module, "rope_type", "default")
         return "longrope" in (kind if isinstance(kind, str) else kind.values())
 
@@ -44,13 +44,13 @@ class TransformersTable:
         prefix = "" if self.layer_type is None else f"{self.layer_type}_"
         if hasattr(self.module, f"{prefix}original_inv_freq") and hasattr(self.module, "original_max_seq_len"):
             original = getattr(self.module, f"{prefix}original_inv_freq")
-            with torch.inference_mode(False):  # the model writes to it, maybe where gradients are taken
+            with torch.inference_mode(False):  # the model writes to it, maybe while gradients are computed
                 setattr(self.module, f"{prefix}inv_freq", original.clone())
             setattr(self.module, f"{prefix}max_seq_len_cached", self.module.original_max_seq_len)
 
 
 def _one_per_pair(table: torch.Tensor) -> slice:
-    """The columns to take from a table that may hold each value once for either column of its pair."""
+    """The columns with one value per pair, of a table that may hold each value for both columns of its pair."""
     half = table.shape[-1] // 2
     if table.shape[-1] % 2 == 0 and torch.equal(table[:, :half], table[:, half:]):
         return slice(0, half)
@@ -60,9 +60,9 @@ def _one_per_pair(table: torch.Tensor) -> slice:
 
 
 def regime_of(tables: Sequence[TransformersTable], length: int) -> str | None:
-    """Name of the rotary tables in force for a prompt of ``length`` tokens: longrope has two sets, most
-    models one. ``None`` where every length has its own (dynamic NTK past its limit): an entry made for
-    one prompt would be wrong in any other."""
+    """Name of the rotary tables that are used for a prompt of ``length`` tokens: longrope has two sets, most models
+    one. ``None`` if every length has its own table (dynamic NTK beyond its limit): an entry made for one prompt would
+    be wrong in any other."""
     before, now, after = (
         b"".join(part.cpu().numpy().tobytes() for table in tables for part in table.rows([1], at_length))
         for at_length in (length - 1, length, length + 1)
@@ -71,7 +71,7 @@ def regime_of(tables: Sequence[TransformersTable], length: int) -> str | None:
 
 
 def rope_switches(tables: Sequence[TransformersTable], length: int) -> bool:
-    """Whether a sequence growing to ``length`` tokens moves from one lasting set of tables to another."""
+    """Whether a sequence growing to ``length`` tokens switches from one fixed set of tables to another."""
     if not any(table.may_switch for table in tables):
         return False
     before, now = regime_of(tables, length - 1), regime_of(tables, length)

@@ -49,7 +49,7 @@ class SamplingParams:
             raise PromptError(f"repetition_penalty={self.repetition_penalty}: must be positive")
 
     def generate_options(self) -> dict[str, Any]:
-        """The settings that differ from the model's own, in the words of ``generate``."""
+        """The settings that differ from the model's own, as options of ``generate``."""
         options = {
             name: value
             for name in ("temperature", "top_p", "top_k", "repetition_penalty")

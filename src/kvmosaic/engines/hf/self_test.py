@@ -1,4 +1,4 @@
-"""The start-up gate's trial of a transformers model."""
+"""The start-up self-test of a transformers model."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,20 +15,20 @@ from kvmosaic.engines.self_test import SHIFT, failure, trial_entry, trial_prompt
 
 
 def self_test(engine: HFModel, sink: Sequence[int], context: str, *, is_sink_placed: bool = False) -> str | None:
-    """Why chunks of this model must not be reused, in one line; ``None`` when all is well. ``context`` is the setting
-    ``chunk_context``; ``is_sink_placed``: whether fills come after KV that is placed, as with a learned sink."""
+    """Why chunks of this model must not be reused, in one line; ``None`` if the test succeeds. ``context`` is the
+    setting ``chunk_context``. ``is_sink_placed``: whether fills come after placed KV, as with a learned sink."""
     vocabulary = engine.model.config.get_text_config().vocab_size
     after = trial_sink(context, sink, vocabulary, is_placed=is_sink_placed)
     prompts = trial_prompts(len(after), vocabulary, engine.max_positions)
     while prompts and engine.fingerprint(len(prompts[0].token_ids) + SHIFT) is None:
-        # Past a length of their own, some models have other rotary tables for every prompt.
+        # Beyond some length, some models have a different rotary table for every prompt length.
         prompts = trial_prompts(len(after), vocabulary, (len(prompts[0].token_ids) + SHIFT) // 2)
     trials = (HFTrial(engine, prompt, chunk_context(context, prompt, after), is_sink_placed) for prompt in prompts)
     return failure(trials, engine.format.dtype)
 
 
 class HFTrial:
-    """One prompt, computed in all the ways that have to agree. Outputs are logits ``[question tokens, vocab]``."""
+    """One prompt, computed in all ways that have to agree. Outputs are logits ``[question tokens, vocab]``."""
 
     def __init__(
         self, engine: HFModel, prompt: ChunkedPrompt, context: tuple[int, ...], is_sink_placed: bool = False
@@ -43,8 +43,8 @@ class HFTrial:
         return self._engine.plain_logits(self._prompt.token_ids, len(self._prompt.question), shift)
 
     def recomputed(self) -> torch.Tensor:
-        """First everything, then the question and every other token before it once more: with gaps between them,
-        which keys a token sees is up to our mask."""
+        """First everything, then again the question and every second token before it. With gaps between tokens, our
+        mask decides which keys a token sees."""
         question = self._prompt.question
         with self._engine.session():
             kv = self._moved_kv()

@@ -8,7 +8,7 @@ from kvmosaic.engines.hf.llm import LLM
 from kvmosaic.engines.warm import Chunk, Warmer
 
 SHORT = 1
-"""Documents are for prompts with the rope tables of short ones, where a model has several."""
+"""Prompt length that documents are filled for. If a model has several rope tables, those of short prompts count."""
 
 
 class HFWarmer(Warmer):

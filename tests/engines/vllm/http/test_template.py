@@ -44,7 +44,7 @@ def test_a_template_that_the_server_was_started_with(say, tmp_path):
     file.write_text(TEMPLATE)
     for given in (TEMPLATE, str(file)):
         [line] = say(given)
-        assert 'takes documents from the field "documents", content parts; what stands in tool results' in line
+        assert 'takes documents from the field "documents", content parts; documents in tool results' in line
 
 
 def test_a_tokenizer_that_cannot_be_read_ends_nothing(say, model):
