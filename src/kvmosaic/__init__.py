@@ -1,3 +1,3 @@
-"""kvmosaic: a document's KV cache, computed once, used again at any position in any prompt."""
+"""kvmosaic: computes the KV cache of a document once and reuses it at any position in any prompt."""
 
 __version__ = "0.1.0"

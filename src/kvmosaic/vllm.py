@@ -1,4 +1,4 @@
-"""``from kvmosaic.vllm import LLM``: vLLM's own class, with a chunk cache. ``ChunkMiddleware`` is for its server."""
+"""``from kvmosaic.vllm import LLM``: vLLM's own class with a chunk cache. ``ChunkMiddleware`` is for its server."""
 
 try:
     import vllm  # noqa: F401

@@ -4,6 +4,7 @@ import pytest
 
 from kvmosaic.core.config import CHUNK_SOURCES, CLIENT_PARAMETERS, load_config
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.limits import shown_id
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.core.store_key import StoreKey
 
@@ -86,10 +87,17 @@ def test_urls_of_remote_tiers():
     assert load_config(remote="mooncake://host:1").remote == "mooncake://host:1"
 
 
-def test_a_password_in_a_url_is_not_repeated():
-    with pytest.raises(ConfigError, match="KVMOSAIC_REMOTE_PASSWORD") as error:
-        load_config(remote="valkey://user:secret@host")
-    assert "secret" not in str(error.value)
+@pytest.mark.parametrize("password", ["secret", "sec/ret", "s@secret", "two secret words", "'secret'", "sec:ret#1"])
+def test_a_password_in_a_url_is_not_repeated(password):
+    with pytest.raises(ConfigError, match=r"remote") as error:
+        load_config(remote=f"valkey://user:{password}@host")
+    assert "ret" not in str(error.value).replace("remote store", "")
+
+
+def test_ids_are_shown_as_they_are():
+    for name in ("chatcmpl-1", "it's", 'say "it"', "both ' and \""):
+        assert shown_id(name) == repr(name)[1:-1]
+    assert shown_id("x" * 1000) == "x" * 79 + "…"
 
 
 @pytest.mark.parametrize("variable", ["KVMOSAIC_TENNANT", "KVMOSAIC_HOSTMEMORY", "KVMOSAIC_STORE_KEYS"])

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from kvmosaic import __version__
+from kvmosaic.cli.calibrate import _default_sinks
 from kvmosaic.cli.main import main
-from kvmosaic.core.profile import profile_path
+from kvmosaic.core.profile import profile_path, sink_path
 from kvmosaic.eval.base import Cell, Row
 from kvmosaic.eval.calibrate import Candidate, Target, advice, candidate_cells, cheapest, closest, profile_of
 from kvmosaic.hf import LLM
@@ -98,6 +99,14 @@ def data(tmp_path, monkeypatch):
     record = {"system": "Be brief.", "chunks": ["Anna has a cat.", "Bert has a dog."], "question": "Who has a dog?"}
     (tmp_path / "own.jsonl").write_text(json.dumps({**record, "answers": ["Bert"]}))
     return tmp_path / "own.jsonl"
+
+
+def test_a_learned_sink_is_one_more_choice(data):
+    assert _default_sinks("some/model") == "bos,none,document"
+    learned = sink_path("some/model")
+    learned.parent.mkdir()
+    learned.touch()
+    assert _default_sinks("some/model") == f"bos,none,document,learned:{learned}"
 
 
 @pytest.mark.slow

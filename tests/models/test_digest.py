@@ -87,3 +87,12 @@ def test_a_folder_with_nothing_but_a_configuration_says_nothing_of_weights(tmp_p
     for name in ("config.json", "tokenizer.model", "README.md"):
         (tmp_path / name).write_text("{}")
     assert weights_digest(str(tmp_path)) is None
+
+
+def test_a_note_that_a_crash_left_empty_is_not_believed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = weights_digest(str(tmp_path / "model.safetensors"))
+    [note] = (tmp_path / "cache" / "kvmosaic" / "weights").iterdir()
+    note.write_text("")
+    assert weights_digest(str(tmp_path / "model.safetensors")) == before

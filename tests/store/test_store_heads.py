@@ -337,5 +337,5 @@ def test_a_full_store_keeps_no_part_of_an_entry(tmp_path: Any) -> None:
 
 def test_what_does_not_fit_its_key_is_refused(tier: RemoteTier) -> None:
     entry = of_share(model_entry(1), share(0, 2))
-    with pytest.raises(OSError, match="4 heads and 3 layers as 0-7of8L0-2"):
+    with pytest.raises(OSError, match="4 heads and 3 layers does not match its key, 0-7of8L0-2"):
         tier.put(replace(entry, key=ChunkKey(**{**vars(entry.key), "heads": "0-7of8L0-2"})))

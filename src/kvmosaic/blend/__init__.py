@@ -1,4 +1,4 @@
-"""Which tokens of the reused chunks a request recomputes."""
+"""Policies that choose which tokens of the reused chunks a request recomputes."""
 
 from kvmosaic.blend.base import AssembledPrompt, Check, Policy, Selection, choose
 from kvmosaic.blend.names import POLICIES, policy_named

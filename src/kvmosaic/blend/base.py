@@ -1,4 +1,4 @@
-"""What a policy is, what it sees, and what it answers."""
+"""The interface of policies, their input and their output."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ KVPart = Literal["k", "v"]
 """K or V."""
 
 PROBE_TOKENS = 256
-"""Maximum tokens of a question that are computed to find out what it attends to."""
+"""Maximum number of a question's tokens that are computed to find out what it attends to."""
 QUERY_TOKENS = 64
-"""Maximum tokens, the last of those, whose attention is averaged."""
+"""Maximum number of tokens whose attention is averaged: the last ones of the probed tokens."""
 
 
 class Check(NamedTuple):
-    """In the blend pass, at ``layer``, only the ``keep`` tokens whose fresh K or V is farthest from the reused one
-    go on to the layers behind it; the others keep their reused KV there."""
+    """A layer of the blend pass at which the set of tokens shrinks. Only the ``keep`` tokens whose fresh K or V is
+    farthest from the reused one are computed in the layers after ``layer``. The others keep their reused KV there."""
 
     layer: int
     keep: int
@@ -34,10 +34,10 @@ class Selection(NamedTuple):
     positions: tuple[int, ...] = ()
     """Ascending positions in the prompt."""
     checks: tuple[Check, ...] = ()
-    """Where the set shrinks on its way through the layers; empty: all tokens go through all layers."""
+    """Layers at which the set shrinks. Empty: all tokens are computed in all layers."""
 
     def layer_tokens(self, num_layers: int) -> int:
-        """Tokens computed, summed over the layers."""
+        """Number of computed tokens, summed over the layers."""
         total, rows, done = 0, len(self.positions), 0
         for check in self.checks:
             total += rows * (check.layer + 1 - done)
@@ -46,48 +46,48 @@ class Selection(NamedTuple):
 
 
 class AssembledPrompt(ABC):
-    """A prompt whose chunks' KV stands in the request's cache, as policies see it. Probing costs compute, which is
-    charged to the request: ``charged`` counts layer-tokens, one per token and layer computed."""
+    """A prompt with the KV of its chunks in the request's cache, as policies see it. The compute of probes is charged
+    to the request: ``charged`` counts layer-tokens, one per computed token and layer."""
 
     def __init__(self, prompt: ChunkedPrompt, question: Span, num_layers: int, full_layers: Sequence[int]) -> None:
-        """``question`` is what follows the last chunk, also one that is not reused."""
+        """``question``: the tokens after the last chunk, even if that chunk is not reused."""
         self.prompt = prompt
-        """Its chunks are those that are reused; all other tokens are computed anyway."""
+        """The prompt. Its chunks are those that are reused; all other tokens are computed anyway."""
         self.num_layers = num_layers
         self.full_layers = tuple(full_layers)
-        """Layers whose attention reaches every earlier token, ascending."""
+        """Layers whose attention sees every earlier token, ascending."""
         self.chunk_tokens = sum(map(len, prompt.chunks))
         self.asked = Span(question.start, min(question.end, question.start + PROBE_TOKENS))
-        """The part of the question that :meth:`question_attention` computes; engines may have no room for any."""
+        """The part of the question that :meth:`question_attention` computes; empty if an engine has no room."""
         self.charged = 0
 
     @abstractmethod
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
-        """How much the question attends to each chunk token at ``layers`` (ascending, full ones): ``[chunk tokens]``
-        in fp32, averaged over heads, over its tokens and over layers; they sum to 1. Charges the question's way
-        through the layers up to the last of these. ``asked`` must not be empty."""
+        """How much the question attends to each chunk token: ``[chunk tokens]`` in fp32, averaged over heads, over
+        the question's tokens and over ``layers`` (full ones, ascending). The values sum to 1. Charges the question's
+        tokens in all layers up to the last of ``layers``. ``asked`` must not be empty."""
 
     @abstractmethod
     def deviation(self, layer: int, part: KVPart) -> torch.Tensor:
-        """Squared distance ``[chunk tokens]`` in fp32 between the reused K or V at ``layer`` and the one computed in
-        sight of the whole prompt. Computes all chunk tokens in layers ``0 .. layer``, and leaves their fresh KV there
-        in the request's cache; charges that."""
+        """Squared distance ``[chunk tokens]`` in fp32 between the reused K or V at ``layer`` and the one computed
+        with all earlier tokens of the prompt visible. Computes all chunk tokens in layers ``0 .. layer``, leaves
+        their fresh KV of these layers in the request's cache, and charges that."""
 
     def charged_ratio(self, selection: Selection) -> float:
-        """What ``selection`` and the probes before it cost, as a share of computing all chunk tokens."""
+        """Cost of ``selection`` and of the probes before it, as a share of the cost of computing all chunk tokens."""
         whole = self.num_layers * self.chunk_tokens
         return (self.charged + selection.layer_tokens(self.num_layers)) / whole if whole else 0.0
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Where each chunk token stands in its chunk, ``[chunk tokens]``."""
+        """Offset of each chunk token in its chunk, ``[chunk tokens]``."""
         begins = self.lengths.cumsum() - self.lengths
         places: np.ndarray = np.arange(self.chunk_tokens) - begins.repeat(self.lengths)
         return places
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each chunk, ``[chunks]``."""
+        """Number of tokens of each chunk, ``[chunks]``."""
         return np.array([len(span) for span in self.prompt.chunks], dtype=np.int64)
 
     def positions(self) -> torch.Tensor:
@@ -96,52 +96,52 @@ class AssembledPrompt(ABC):
         return torch.from_numpy(self.places + starts.repeat(self.lengths))
 
     def probe_share(self, layer: int, ratio: float) -> float:
-        """What :meth:`question_attention` up to ``layer`` costs, as a share of what ``ratio`` allows."""
+        """Cost of :meth:`question_attention` up to ``layer``, as a share of the budget that ``ratio`` allows."""
         return len(self.asked) * (layer + 1) / (ratio * self.num_layers * self.chunk_tokens)
 
     def affordable(self, ratio: float, part_of_layers: float = 1.0) -> int:
-        """How many chunk tokens can still be recomputed in all layers (or this part of them) at this ratio."""
+        """Number of chunk tokens that the rest of the budget allows in all layers (or in this part of them)."""
         left = ratio * self.num_layers * self.chunk_tokens - self.charged
         return max(0, min(self.chunk_tokens, int(left / (self.num_layers * part_of_layers) + 1e-9)))
 
 
 class Policy(ABC):
-    """Chooses which chunk tokens a blend recomputes. Policies are frozen pydantic dataclasses: their fields are the
-    options a user can set."""
+    """Chooses which chunk tokens a blend recomputes. Policies are frozen pydantic dataclasses. Their fields are the
+    options that users can set."""
 
     name: ClassVar[str]
     reads_content: ClassVar[bool] = False
-    """Whether what it chooses depends on more than the chunks' places."""
+    """Whether the choice depends on more than the positions of the chunks."""
     picks_starts: ClassVar[bool] = False
-    """Whether all it chooses are the first tokens of chunks. Of their own chunk these see nothing but one another, so
-    that layers with a sliding window need no more of a chunk than its end."""
+    """Whether only the first tokens of chunks are chosen. In their own chunk these see only each other, so layers
+    with a sliding window need only the end of a chunk."""
 
     @property
     def chunk_layers(self) -> int:
-        """Layers through which all chunk tokens are computed before it chooses."""
+        """Number of layers in which all chunk tokens are computed before the choice."""
         return 0
 
     def check(self, num_layers: int) -> None:
-        """Raise :class:`ConfigError` if it cannot work with a model of ``num_layers``."""
+        """Raise a :class:`ConfigError` if the policy cannot work with a model of ``num_layers`` layers."""
         return None
 
     @property
     def narrows(self) -> bool:
-        """Whether its set shrinks on its way through the layers."""
+        """Whether the set of chosen tokens shrinks from layer to layer."""
         return False
 
     def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
-        """Whether :meth:`select` is going to probe the prompt, at ``0 < ratio < 1``. Everything in front of the
-        question has to be computed before it does."""
+        """Whether :meth:`select` will probe the prompt, at ``0 < ratio < 1``. Everything before the question has to
+        be computed before that."""
         return False
 
     @abstractmethod
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
-        """Tokens to recompute, with ``0 < ratio < 1`` the share of layer-tokens to spend, probes included."""
+        """Tokens to recompute. ``0 < ratio < 1``: budget, as a share of layer-tokens, including probes."""
 
 
 def choose(policy: Policy, assembled: AssembledPrompt, ratio: float) -> Selection:
-    """What ``policy`` recomputes; at 0 it is not asked, nor at 1, where everything is recomputed."""
+    """The tokens that ``policy`` recomputes. It is not asked at ratio 0 (none) and at ratio 1 (all tokens)."""
     if ratio <= 0 or not assembled.chunk_tokens:
         return Selection()
     if ratio >= 1:

@@ -1,4 +1,4 @@
-"""The default: the first tokens of every chunk, then what the question looks at, rather near than far from those."""
+"""The default: the first tokens of every chunk, then tokens that the question attends to, preferably near those."""
 
 import math
 from typing import Annotated, ClassVar
@@ -15,29 +15,29 @@ from kvmosaic.blend.spans import best_spans
 
 @dataclass(frozen=True)
 class Composite(Policy):
-    """The ``first`` tokens of every chunk, and runs of tokens by how much the question attends to them at ``layers``
-    of the middle ones; at ``reach`` tokens from its chunk's start, attention counts half.
+    """The ``first`` tokens of every chunk, and the runs of tokens that the question attends to most. Attention is
+    measured at ``layers`` middle layers. At ``reach`` tokens from the start of a chunk, attention counts half.
 
-    Why starts count more: the first tokens lack most of what they would have seen before them; the farther into its
-    chunk, the more of what a token attends to was there when it was computed."""
+    Tokens near the start count more, because they lack most of the text that they would have seen. The farther a
+    token is from the start of its chunk, the more of the text that it attends to was there when it was computed."""
 
     name: ClassVar[str] = "composite"
     reads_content: ClassVar[bool] = True
     first: Annotated[int, Field(ge=0, lt=2**31)] = 4
     reach: Annotated[float, Field(gt=0, le=1e9)] = 16.0
     runs: Annotated[int, Field(ge=1, lt=2**31)] = 256
-    """Approximate maximum of runs: lone tokens are the better choice, but each run costs an attention of its own."""
+    """Approximate maximum number of runs. Single tokens are the better choice, but each run costs an attention."""
     layers: Annotated[int, Field(ge=1, lt=2**31)] = PROBED_LAYERS
     asking: Annotated[float, Field(ge=0, le=1)] = 0.16
-    """Maximum share of what may be spent that asking the question may cost; where it costs more, the first tokens of
-    chunks are chosen without asking."""
+    """Maximum share of the budget for probing the question. If the probe costs more, the first tokens of chunks are
+    chosen without it."""
 
     def check(self, num_layers: int) -> None:
         check_layers(self.name, self.layers, num_layers)
 
     def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
         probed = middle_layers(assembled, self.layers)
-        # A long question about short chunks: asking would cost more tokens than it is worth.
+        # With a long question about short chunks, the probe would cost more tokens than it is worth.
         return bool(probed and assembled.asked) and assembled.probe_share(probed[-1], ratio) <= self.asking
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
@@ -49,7 +49,7 @@ class Composite(Policy):
         return Selection(tuple(assembled.positions()[chosen].tolist()))
 
     def _mosaic(self, scores: torch.Tensor, assembled: AssembledPrompt, count: int) -> torch.Tensor:
-        """``[chunk tokens]`` bool: ``count`` tokens, by the scores ``[chunk tokens]`` and their places."""
+        """``[chunk tokens]`` bool: ``count`` tokens, by ``scores`` ``[chunk tokens]`` and their offsets in chunks."""
         chosen = first_tokens(assembled, count, self.first)
         place = torch.from_numpy(assembled.places)
         width = 2 ** math.ceil(math.log2(max(1.0, count / self.runs)))

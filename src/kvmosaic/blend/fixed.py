@@ -1,4 +1,4 @@
-"""The two ends of the scale: recompute nothing, recompute everything."""
+"""The two extremes: recompute nothing, or everything."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
 
 @dataclass(frozen=True)
 class RecomputeNone(Policy):
-    """Chunks are used as they were computed alone."""
+    """Recomputes nothing: chunks are used as they were computed alone."""
 
     name: ClassVar[str] = "none"
     picks_starts: ClassVar[bool] = True
@@ -20,7 +20,7 @@ class RecomputeNone(Policy):
 
 @dataclass(frozen=True)
 class RecomputeAll(Policy):
-    """Every chunk token is recomputed, whatever the ratio: the result is that of a full prefill."""
+    """Recomputes every chunk token, whatever the ratio. The result is that of a full prefill."""
 
     name: ClassVar[str] = "all"
     picks_starts: ClassVar[bool] = True

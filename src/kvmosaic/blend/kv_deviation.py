@@ -1,4 +1,4 @@
-"""CacheBlend: tokens whose K or V changes most in sight of the whole prompt."""
+"""CacheBlend: the tokens whose K or V changes most when they see the whole prompt."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -12,8 +12,8 @@ from kvmosaic.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class KVDeviation(Policy):
-    """All tokens are computed up to the first of the ``layers``, where those that deviate most are chosen. At each
-    further layer fewer of them go on: ``shrink`` times as many as would be left if all layers had the same number."""
+    """Computes all tokens up to the first of the ``layers``, and chooses those that deviate most. At each further one
+    of the ``layers`` the set shrinks by the factor ``shrink``."""
 
     name: ClassVar[str] = "kv-deviation"
     reads_content: ClassVar[bool] = True
@@ -21,13 +21,13 @@ class KVDeviation(Policy):
     layers: tuple[Annotated[int, Field(ge=0)], ...] = (1,)
     shrink: Annotated[float, Field(ge=1, le=100)] = 2.0
     threshold: Annotated[float, Field(ge=0)] = 0.0
-    """Choose only tokens whose squared distance is at least this many times the mean one."""
+    """Minimum squared distance of chosen tokens, as a multiple of the mean."""
     unit: Literal["token", "document"] = "token"
-    """``document``: whole chunks by their mean, then the best run of the next one."""
+    """``token``: single tokens. ``document``: whole chunks by mean distance, then the best run of the next one."""
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
-            raise ConfigError(f"kv-deviation: layers={self.layers} must be ascending, and at least one")
+            raise ConfigError(f"kv-deviation: layers={self.layers} must be a non-empty ascending list")
 
     @property
     def chunk_layers(self) -> int:
@@ -39,16 +39,16 @@ class KVDeviation(Policy):
 
     def check(self, num_layers: int) -> None:
         if self.layers[-1] >= num_layers - 1:
-            raise ConfigError(f"kv-deviation: layer {self.layers[-1]} is not below the model's last one")
+            raise ConfigError(f"kv-deviation: layer {self.layers[-1]} must be below the model's last layer")
 
     def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
         return (self.layers[0] + 1) / assembled.num_layers < ratio
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         if not self.probes(assembled, ratio):
-            return Selection()  # finding out would cost all there is to spend
+            return Selection()  # the probe would cost the whole budget
         distance = assembled.deviation(self.layers[0], self.part).cpu()
-        # Shrinking sets: the first is so large that all layers together cost what the ratio allows.
+        # Shrinking sets: the size of the first one is such that the total over all layers is what the ratio allows.
         bounds = [*(layer + 1 for layer in self.layers[1:]), assembled.num_layers]
         shares = [self.shrink ** (len(self.layers) - 1 - step) for step in range(len(self.layers))]
         cost = sum(share * (end - begin) for share, begin, end in zip(shares, [0, *bounds[:-1]], bounds, strict=True))
@@ -66,8 +66,8 @@ class KVDeviation(Policy):
 
 
 def whole_documents(distance: torch.Tensor, assembled: AssembledPrompt, count: int) -> torch.Tensor:
-    """``[chunk tokens]`` bool: the chunks with the highest mean, one by one, and of the one that no longer fits the
-    run that has most."""
+    """``[chunk tokens]`` bool: ``count`` tokens, from the chunks with the highest mean distance. Of the last chunk,
+    which does not fit as a whole, the run with the highest sum."""
     chosen = torch.zeros(len(distance), dtype=torch.bool)
     parts = torch.split(distance, assembled.lengths.tolist())
     starts = torch.tensor([0, *map(len, parts)]).cumsum(0)

@@ -23,10 +23,10 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_named(spec: str) -> Policy:
-    """The policy a text like ``name`` or ``name(option=value, …)`` stands for; lists are written ``1+8+16``."""
+    """The policy for a text like ``name`` or ``name(option=value, …)``. Lists are written ``1+8+16``."""
     if not isinstance(spec, str):
         raise ConfigError(f"policy {shown(spec)}: must be a text like composite or sink-link(k=8)")
-    if len(spec) > MAX_POLICY_LENGTH:  # clients write them, too
+    if len(spec) > MAX_POLICY_LENGTH:  # clients also send them
         raise ConfigError(f"policy {shown(spec)}: longer than {MAX_POLICY_LENGTH} characters")
     return _read(spec)
 
@@ -40,7 +40,7 @@ def _read(spec: str) -> Policy:
     if name not in POLICIES:
         raise ConfigError(f"unknown policy {shown(spec)}; choose one of {', '.join(POLICIES)}")
     kind = POLICIES[name]
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # all of them are dataclasses
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # all policies are dataclasses
     options: dict[str, Any] = {}
     for item in filter(str.strip, given.removesuffix(")").split(",")):
         option, equals, value = (part.strip() for part in item.partition("="))
@@ -55,6 +55,6 @@ def _read(spec: str) -> Policy:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        if not where:  # a rule about several options, which says it all
+        if not where:  # raised by a policy itself, with a complete message
             raise ConfigError(str(first["msg"]).removeprefix("Value error, ")) from None
         raise ConfigError(f"policy {kind.name}: {where}={shown(first['input'])}: {first['msg']}") from None

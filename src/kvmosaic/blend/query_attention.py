@@ -1,4 +1,4 @@
-"""What the question looks at."""
+"""The tokens that the question attends to."""
 
 from typing import Annotated, ClassVar
 
@@ -10,15 +10,15 @@ from kvmosaic.blend.spans import best_spans
 from kvmosaic.core.errors import ConfigError
 
 FIRST_PART, LAST_PART = 0.45, 0.75
-"""Middle layers, as parts of the model's depth: earlier ones look at words, later ones at the answer."""
+"""Range of the middle layers, as parts of the depth: earlier ones look at words, later ones at the answer."""
 
 PROBED_LAYERS = 3
-"""Default number of them that are probed; all where there are fewer."""
+"""Default number of middle layers that are probed; all of them if there are fewer."""
 
 
 @dataclass(frozen=True)
 class QueryAttention(Policy):
-    """Runs of ``span`` tokens that the question attends to most, at ``layers`` of the middle ones."""
+    """The runs of ``span`` tokens that the question attends to most, measured at ``layers`` middle layers."""
 
     name: ClassVar[str] = "query-attention"
     reads_content: ClassVar[bool] = True
@@ -34,21 +34,21 @@ class QueryAttention(Policy):
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         if not self.probes(assembled, ratio):
-            return Selection()  # nothing to ask, or asking would cost all there is to spend
+            return Selection()  # the probe is impossible or would cost the whole budget
         scores = assembled.question_attention(middle_layers(assembled, self.layers))
         chosen = best_spans(scores, assembled, assembled.affordable(ratio), self.span)
         return Selection(tuple(assembled.positions()[chosen].tolist()))
 
 
 def check_layers(name: str, wanted: int, num_layers: int) -> None:
-    """Refuse to probe more layers than the model has; the default is for any model."""
+    """Raise for more probed layers than the model has. The default number is allowed for any model."""
     if wanted > max(num_layers, PROBED_LAYERS):
         raise ConfigError(f"{name}: layers={wanted} is more than the model's {num_layers}")
 
 
 def middle_layers(assembled: AssembledPrompt, count: int) -> list[int]:
-    """At most ``count`` middle layers with full attention, evenly spread; the nearest where none is in the middle,
-    none where no layer sees the whole prompt."""
+    """At most ``count`` middle layers with full attention, evenly spread. If there are none, the full layer nearest
+    to the middle. Empty if the model has no layers with full attention."""
     if not assembled.full_layers:
         return []
     first, last = FIRST_PART * assembled.num_layers, LAST_PART * assembled.num_layers

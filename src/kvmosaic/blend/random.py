@@ -1,4 +1,4 @@
-"""Tokens by lot: what every other policy has to beat."""
+"""Random tokens: the baseline that every other policy has to beat."""
 
 from typing import Annotated, ClassVar
 
@@ -11,7 +11,7 @@ from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
 
 @dataclass(frozen=True)
 class RandomTokens(Policy):
-    """The same tokens for the same prompt and seed."""
+    """Random tokens. The same prompt and seed always give the same tokens."""
 
     name: ClassVar[str] = "random"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -12,8 +12,8 @@ from kvmosaic.blend.base import AssembledPrompt, Policy, Selection
 
 @dataclass(frozen=True)
 class SinkLink(Policy):
-    """Computed alone, the first tokens of a chunk became attention sinks; in the prompt they are none. ``k`` tokens
-    of every chunk, or with 0 as many as the ratio allows."""
+    """The first ``k`` tokens of every chunk, or with ``k=0`` as many as the ratio allows. When a chunk is computed
+    alone, its first tokens become attention sinks. In the prompt they are not sinks."""
 
     name: ClassVar[str] = "sink-link"
     picks_starts: ClassVar[bool] = True
@@ -25,8 +25,8 @@ class SinkLink(Policy):
 
 
 def first_tokens(assembled: AssembledPrompt, count: int, most: int | None = None) -> torch.Tensor:
-    """``[chunk tokens]`` bool: ``count`` tokens, equally many from the start of every chunk where it has them, but
-    not more than ``most`` of one. Left-overs go to the first chunks."""
+    """``[chunk tokens]`` bool: up to ``count`` tokens, the same number from the start of every chunk that is long
+    enough, and at most ``most`` per chunk. The remainder goes to the first chunks."""
     place = assembled.places
     allowed = np.ones(len(place), dtype=bool) if most is None else place < most
     if allowed.sum() > count:

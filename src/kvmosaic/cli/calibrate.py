@@ -10,7 +10,8 @@ import typer
 from kvmosaic.cli.eval import BETWEEN_POLICIES, check_file, check_folder, interruptible, numbers
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.profile import profile_path, write_profile
+from kvmosaic.core.profile import profile_path, sink_path, write_profile
+from kvmosaic.core.sink import LEARNED
 
 if TYPE_CHECKING:  # importing it for real takes seconds
     from kvmosaic.eval.base import Cell, Example
@@ -44,12 +45,12 @@ def calibrate(
         str, typer.Option(help="Recompute ratios to choose from, separated by commas; 0 is always included.")
     ] = "0.02,0.05,0.1,0.15,0.3",
     sink_prefixes: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Sink prefixes to choose from, separated by commas: bos, none, document, learned:FILE, or a text "
-            "without commas."
+            "without commas. Default: bos, none, document, and the model's learned sink if there is one."
         ),
-    ] = "bos,none,document",
+    ] = None,
     limit: Annotated[int, typer.Option(help="Maximum number of examples.")] = 25,
     seed: Annotated[int, typer.Option(help="Random seed that chooses examples and distractors.")] = 0,
     output: Annotated[
@@ -72,7 +73,8 @@ def calibrate(
     target.check()
     chosen_policies = [part.strip() for part in BETWEEN_POLICIES.split(policies)]
     cells = candidate_cells(chosen_policies, numbers(ratios))
-    sinks = list(dict.fromkeys(part.strip() for part in sink_prefixes.split(",")))
+    offered = _default_sinks(model) if sink_prefixes is None else sink_prefixes
+    sinks = list(dict.fromkeys(part.strip() for part in offered.split(",")))
     if "" in sinks:
         raise ConfigError(f"--sink-prefixes {sink_prefixes!r}: one of them is empty; use none for no prefix")
     examples = load(data, limit, seed)
@@ -114,6 +116,12 @@ def calibrate(
         print_json({**about, "chosen": choice, "rows": [candidate.as_dict() for candidate in found]})
     if chosen is None:
         raise typer.Exit(1)
+
+
+def _default_sinks(model: str) -> str:
+    """The sink prefixes that every model has, and the one that ``kvmosaic tune`` learned for this model."""
+    learned = sink_path(model).absolute()
+    return ",".join(["bos,none,document", *([f"{LEARNED}{learned}"] if learned.is_file() else [])])
 
 
 def _measure(

@@ -9,7 +9,7 @@ from kvmosaic.cli.corpus import read_corpus
 from kvmosaic.cli.eval import check_file, interruptible
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, progress_bar
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.profile import Profile, profile_name, profile_path, read_profile, write_profile
+from kvmosaic.core.profile import Profile, profile_name, profile_path, read_profile, sink_path, write_profile
 from kvmosaic.core.sink import LEARNED
 
 if TYPE_CHECKING:  # importing it for real takes seconds
@@ -62,7 +62,7 @@ def tune(
     for name, value in (("--minutes", minutes), ("--steps", steps)):
         if not value > 0:
             raise ConfigError(f"{name} {value}: must be more than 0")
-    path = (output or profile_path(model).with_suffix(".sink.safetensors")).absolute()
+    path = (output or sink_path(model)).absolute()
     check_file("--output", output)
     if tokens < 2:
         raise ConfigError(f"--tokens {tokens}: must be at least 2")

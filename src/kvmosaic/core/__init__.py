@@ -1,1 +1,1 @@
-"""What a prompt, a key, an entry, a rotation and a mask are. No engine, and no I/O but reading settings."""
+"""Prompts, keys, entries, rotations and masks. No engine code, and no I/O except for settings and profiles."""

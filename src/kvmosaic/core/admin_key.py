@@ -1,4 +1,4 @@
-"""The secret of those who may look after stored documents over HTTP."""
+"""The secret that allows clients to manage stored documents over HTTP."""
 
 import hashlib
 import hmac
@@ -6,18 +6,18 @@ import hmac
 from kvmosaic.core.secret import secret_from_environment
 
 ADMIN_KEY_VARIABLE = "KVMOSAIC_CHUNK_ADMIN_KEY"
-"""Where the secret is."""
+"""Environment variable of the secret."""
 _SCHEME = "bearer "
 
 
 class AdminKey:
-    """Tells those who have the secret from others. Never shows it."""
+    """Checks whether clients have the secret. Never shows the secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._digest = hashlib.sha256(secret).digest()
 
     def opens(self, authorization: str | None) -> bool:
-        """Whether the value of an ``Authorization`` header has the secret. Takes as long whatever it says."""
+        """Whether the value of an ``Authorization`` header has the secret. The comparison takes constant time."""
         given = authorization or ""
         is_bearer = given[: len(_SCHEME)].lower() == _SCHEME
         secret = given[len(_SCHEME) :].strip().encode(errors="surrogateescape")
@@ -25,6 +25,6 @@ class AdminKey:
 
     @classmethod
     def from_environment(cls) -> "AdminKey | None":
-        """The key, if there is one; raises a :class:`ConfigError` if it is too short."""
+        """The key, if it is set. Raises a :class:`ConfigError` if it is too short."""
         secret = secret_from_environment(ADMIN_KEY_VARIABLE)
         return None if secret is None else cls(secret)

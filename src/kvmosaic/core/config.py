@@ -1,4 +1,4 @@
-"""Settings of the chunk cache: keyword arguments, KVMOSAIC_* variables, a YAML file, the model's profile."""
+"""Settings of the chunk cache, from keyword arguments, KVMOSAIC_* variables, a YAML file and the model's profile."""
 
 import logging
 import os
@@ -25,104 +25,104 @@ from kvmosaic.core.store_key import STORE_KEY_VARIABLE, StoreKey
 logger = logging.getLogger(__name__)
 
 PREFIX = "KVMOSAIC_"
-"""Of the variables that settings are read from."""
+"""Prefix of the environment variables that settings are read from."""
 CONFIG_FILE_VARIABLE = "KVMOSAIC_CONFIG"
 CLIENT_PARAMETERS = ("chunk_cache", "recompute_ratio", "policy", "boundaries", "documents", "question", "report")
-"""What a request to the vLLM engine may ask for."""
+"""Parameters that a request to the vLLM engine may have."""
 CHUNK_SOURCES = ("documents", "parts", "tools", "auto")
-"""What a server takes for documents besides those that a request names."""
+"""Sources of documents for a server, besides the documents that a request names."""
 SECRETS = (PASSWORD_VARIABLE, STORE_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
-"""Variables that are no settings: those are logged."""
+"""Environment variables with secrets. Secrets are not settings, because settings are logged."""
 LIKENESS = 0.85
-"""Of the names of a variable and of a setting, from which on one was meant to be the other."""
+"""Minimum similarity, from 0 to 1, at which a variable's name counts as a misspelt setting."""
 
 
 class ChunkCacheConfig(BaseSettings):
-    """Every setting of the chunk cache, immutable once made.
+    """All settings of the chunk cache. Immutable.
 
-    Precedence: keyword argument, then environment (``KVMOSAIC_CHUNK_SEPARATOR``), then the YAML file
-    named by ``KVMOSAIC_CONFIG``, then the model's profile, then the default. Make one with :func:`load_config`,
-    which turns every validation failure into a one-line :class:`ConfigError`.
+    Precedence: keyword argument, then environment (``KVMOSAIC_CHUNK_SEPARATOR``), then the YAML file named by
+    ``KVMOSAIC_CONFIG``, then the model's profile, then the default. Use :func:`load_config` to create one: it turns
+    every validation failure into a one-line :class:`ConfigError`.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     enable_chunk_cache: bool = False
     chunk_separator: str | None = None
-    """What splits prompts into chunks besides the documents that requests name. ``None`` or nothing: no text does."""
+    """Text that splits prompts into chunks, in addition to named documents. ``None`` or empty: no splitting."""
     min_chunk_tokens: int = Field(16, ge=1)
-    """Tokens of the shortest chunk that is stored; shorter ones are ordinary text of their prompts."""
+    """Minimum length of a stored chunk, in tokens. Shorter chunks are ordinary text of their prompts."""
     chunk_hash_algorithm: Literal["xxhash", "sha256"] = "xxhash"
     chunk_context: Literal["alone", "system"] = "alone"
-    """What a chunk is computed after: the sink prefix alone, or the request's system prompt."""
+    """Context that a chunk is computed after: the sink prefix alone, or the request's system prompt."""
     sink_prefix: str = "document"
-    """What a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text), ``learned:FILE``
-    (a sink that ``kvmosaic tune`` made), or a literal text. Its own KV is dropped."""
+    """Sink prefix that a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text),
+    ``learned:FILE`` (a sink made by ``kvmosaic tune``), or a literal text. The KV of the prefix itself is dropped."""
     recompute_ratio: float = Field(0.0, ge=0.0, le=1.0)
-    """Share of a request's chunk tokens that a blend recomputes, what choosing them costs included."""
+    """Share of a request's chunk tokens that a blend recomputes, including the cost of choosing them."""
     policy: str = "composite"
-    """Which tokens those are: a policy's name, with options in brackets, like ``sink-link(k=8)``."""
+    """Policy that chooses the recomputed tokens: a name, with options in brackets, like ``sink-link(k=8)``."""
     miss_policy: Literal["background", "fill-first", "never"] = "background"
-    """What becomes of chunks that are not in the store: ordinary text of the request, filled afterwards in the
-    background; filled first and then used; or ordinary text and never stored."""
+    """Treatment of chunks that are not in the store. ``background``: ordinary text of the request, filled afterwards
+    in the background. ``fill-first``: filled first, then used. ``never``: ordinary text, never stored."""
     prefix_blocks: bool = False
-    """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed, and serves it
-    to prompts that begin with the same tokens: after vLLM's own prefix cache forgot it, or in another engine."""
+    """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed. It serves
+    prompts that begin with the same tokens, after vLLM's own prefix cache has evicted them or in another engine."""
     chunk_sources: str = "documents,parts,tools"
-    """What the vLLM server takes for documents besides those that a request names: ``none``, or some of ``documents``
-    (the field of that name, and document blocks), ``parts`` (text parts of messages, but for the last one of the last
-    user message), ``tools`` (results of tools), ``auto`` (whatever text comes back behind other beginnings)."""
+    """Sources of documents for the vLLM server, besides the documents that a request names: ``all``, ``none``, or
+    some of ``documents`` (the field of that name, and document blocks), ``parts`` (text parts of messages, except for
+    questions), ``tools`` (results of tools), ``auto`` (text that recurs after different beginnings)."""
     client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries,documents,question"
-    """Which parameters requests to the vLLM engine may have: ``all``, ``none``, or some of their names."""
+    """Parameters that requests to the vLLM engine may have: ``all``, ``none``, or some of their names."""
     admin_shows_text: bool = False
-    """Whether those who have the key of ``/kvmosaic/`` may also see how stored documents begin."""
+    """Whether clients with the admin key of ``/kvmosaic/`` may also see the beginning of stored documents."""
     window_tails: bool = True
-    """Whether the vLLM engine stores of layers with a sliding window only what tokens behind a chunk can see. It does
-    not with a recompute_ratio and policy that recompute tokens inside chunks, which see more."""
+    """Whether the vLLM engine stores, for layers with a sliding window, only the KV that tokens after a chunk can
+    see. It stores everything if recompute_ratio and policy recompute tokens inside chunks, because those see more."""
     self_test: bool = True
-    """Whether engines compare reuse with what it has to equal when they start, and do without it if it differs."""
+    """Whether engines compare reuse with exact references at start, and disable reuse if the results differ."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
-    """Share of a GPU's memory that the device tier takes (vLLM engine)."""
+    """Share of a GPU's memory for the device tier (vLLM engine)."""
     host_memory: ByteSize = Field(ByteSize(2 * 1024**3), ge=0)
     """Byte budget of the host tier; accepts ``2GiB``."""
     disk_path: Path | None = None
-    """Directory of the disk tier; no disk tier when unset."""
+    """Directory of the disk tier. Unset: no disk tier."""
     disk_space: ByteSize = Field(ByteSize(20 * 1024**3), ge=0)
     """Byte budget of the disk tier."""
     tenant_quota: ByteSize | None = Field(None, ge=0)
-    """Most bytes of the disk tier that this tenant's entries may take. When it is set, only they are counted and only
-    they are evicted; else everybody's are, by ``disk_space``."""
+    """Quota of this tenant's entries in the disk tier, in bytes. If it is set, only this tenant's entries are counted
+    and evicted. If not, the entries of all tenants are, within ``disk_space``."""
     remote: str | None = None
-    """URL of the remote tier, like ``valkey://host:6379/0`` or ``mooncake://host:50051``; none when unset."""
+    """URL of the remote tier, like ``valkey://host:6379/0`` or ``mooncake://host:50051``. Unset: no remote tier."""
     remote_deadline_ms: int = Field(500, ge=1)
-    """How long a call of the remote tier may take, in milliseconds, besides the time to move its data. After one that
-    took longer the tier is left alone until it answers again."""
+    """Timeout of a call to the remote tier, in milliseconds, in addition to the time for moving its data. After a
+    timeout the tier is not used until it answers again."""
     per_head_storage: bool = False
-    """Whether the remote tier stores every KV head by itself, so that engines of all tensor-parallel sizes share."""
+    """Whether the remote tier stores each KV head separately, for engines of all tensor-parallel sizes to share."""
     tenant: str = Field("default", min_length=1)
     _profile: Path | None = PrivateAttr(None)
     _from_profile: frozenset[str] = PrivateAttr(frozenset())
 
     @property
     def disk_budget(self) -> int:
-        """Bytes that an engine keeps its disk tier within."""
+        """Byte budget that an engine applies to its disk tier."""
         return self.disk_space if self.tenant_quota is None else min(self.disk_space, self.tenant_quota)
 
     @property
     def allowed_parameters(self) -> frozenset[str]:
-        """Names of the parameters that requests may have. Those that the server adds itself are among them."""
+        """Names of the parameters that requests may have, including those that the server adds itself."""
         return _names(self.client_parameters, CLIENT_PARAMETERS) | (
             {"documents", "question"} if self.sources - {"auto"} else set()
         )
 
     @property
     def sources(self) -> frozenset[str]:
-        """What is taken for documents besides those that a request names."""
+        """Sources of documents, besides the documents that a request names."""
         return _names(self.chunk_sources, CHUNK_SOURCES)
 
     def blame(self, error: ConfigError, setting: str = "policy") -> ConfigError:
-        """``error``, about one of these settings, with the profile's path if that is where the setting is from: what
-        the user never typed cannot be corrected without it."""
+        """``error`` about one of these settings, with the path of the profile if the profile set it. Users cannot
+        correct a value that they never typed without knowing where it comes from."""
         if self._profile is None or setting not in self._from_profile:
             return error
         return broken(self._profile, str(error))
@@ -169,7 +169,7 @@ class ChunkCacheConfig(BaseSettings):
 
 
 def _names(text: str, known: Sequence[str]) -> frozenset[str]:
-    """The names in a setting that may also say ``all`` or ``none``."""
+    """The names in a setting that may also be ``all`` or ``none``."""
     everything = {"all": known, "none": ()}
     return frozenset(everything.get(text, text.split(",")))
 
@@ -177,17 +177,17 @@ def _names(text: str, known: Sequence[str]) -> frozenset[str]:
 def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
     """Build the configuration, or raise a :class:`ConfigError` that names each wrong setting in one line.
 
-    ``model``, a path or a name, is whose profile is asked for what nothing else sets. It is not even read when the
-    chunk cache is off, or when ``settings`` leave nothing for it to say.
+    The profile of ``model``, a path or a name, supplies the settings that no other source sets. The profile is not
+    read if the chunk cache is off, or if ``settings`` contain all settings of a profile.
     """
     config = _make(settings)
     if model is None or not config.enable_chunk_cache or settings.keys() >= set(PROFILE_SETTINGS):
         return config
-    # The fields set are those that any source gave a value for.
+    # ``model_fields_set`` has the fields that any source set.
     added = {name: value for name, value in load_profile(model).items() if name not in config.model_fields_set}
     if not added:
         return config
-    logger.info("from the profile %s: %s", profile_path(model), added)
+    logger.info("settings from the profile %s: %s", profile_path(model), added)
     merged = _make(settings | added)
     merged._profile = profile_path(model)
     merged._from_profile = frozenset(added)
@@ -196,7 +196,7 @@ def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
 
 def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
     _refuse_misspelt_variables()
-    StoreKey.from_environment()  # so that a bad one is known now
+    StoreKey.from_environment()  # to report an invalid key at start
     AdminKey.from_environment()
     try:
         return ChunkCacheConfig(**settings)
@@ -211,15 +211,16 @@ def _make(settings: dict[str, Any]) -> ChunkCacheConfig:
 
 
 def _reason(name: str, item: Any) -> str:
-    """What is wrong with a setting, without the secrets that were meant for the environment."""
+    """The problem with a setting, without the values of secrets that belong in the environment."""
     variable = f"{PREFIX}{name.upper()}"
     if variable in SECRETS:
-        return f"{name}: set {variable} instead, where it is not logged"
+        return f"{name}: must be set by the environment variable {variable}, because settings are logged"
     return f"{name}={item.get('input')!r}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def _refuse_misspelt_variables() -> None:
-    """Else a tenant or a quota would silently not count. Others' variables may begin like ours."""
+    """Raise for variables that look like misspelt settings: a tenant or a quota would be ignored silently. Other
+    variables with our prefix are allowed, because other programs may define them."""
     settings = [name.upper() for name in ChunkCacheConfig.model_fields]
     settings += [secret.removeprefix(PREFIX) for secret in SECRETS]
     for variable in os.environ:

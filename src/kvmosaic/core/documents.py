@@ -1,4 +1,4 @@
-"""Finds named documents in a prompt's tokens, whatever a chat template did around them."""
+"""Finds named documents in a prompt's tokens, independent of the text that a chat template puts around them."""
 
 import json
 import re
@@ -12,19 +12,19 @@ from kvmosaic.core.prompt import Span
 from kvmosaic.core.token_bytes import PromptText
 
 ANCHOR = 8
-"""Bytes of the window by which places that may hold a document are found: one 64-bit number."""
+"""Size of the window that locates candidate positions of a document, in bytes: one 64-bit number."""
 TRIED = 9
-"""Windows of a document of which the one that is rarest in the prompt is its anchor."""
+"""Number of windows tried per document. The window that is rarest in the prompt becomes its anchor."""
 MAX_NAMED = 16
-"""Maximum bytes of all documents together, per byte of the prompt; what is more is absent."""
+"""Maximum total size of the documents, per byte of the prompt; documents beyond it count as absent."""
 MAX_WORK = 8
-"""Maximum work of comparing, per byte of the prompt and of the documents."""
+"""Comparison budget, per byte of the prompt and of the documents."""
 COMPARISON = 64
-"""Work of comparing the first so many bytes."""
+"""Number of bytes that are compared first, and the cost of that comparison."""
 MAX_EDGES = 16
-"""Maximum word ends that are tried at either end of a document."""
+"""Maximum number of word ends that are tried at either end of a document."""
 MAX_EDGE = 1024
-"""Maximum characters at either end of a document in which they are looked for."""
+"""Maximum distance of these word ends from either end of a document, in characters."""
 
 _ESCAPED = re.compile(r'["\\\x00-\x1f]')
 _BITS = 16
@@ -33,16 +33,16 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Found:
-    """Where named documents are in a prompt."""
+    """Positions of named documents in a prompt."""
 
     spans: tuple[Span, ...]
-    """Their cores, ascending, none overlapping."""
+    """Cores of the documents, ascending and not overlapping."""
     absent: tuple[int, ...]
-    """Which of the names occur nowhere, as indices."""
+    """Indices of the documents that do not occur in the prompt."""
 
 
 class _Name:
-    """A document as it may stand in a prompt."""
+    """A document in one of the forms that a prompt may contain."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -50,22 +50,22 @@ class _Name:
         self.head = self.bytes[:COMPARISON]
         self.anchor_at = 0
         self.work = 0
-        """How much may still be done to find it."""
+        """Remaining comparison budget."""
 
     def windows(self) -> list[bytes]:
-        """Windows that may be its anchor, from its beginning to its end."""
+        """Candidate anchor windows, evenly spread from the beginning of the document to its end."""
         room = len(self.bytes) - ANCHOR
         return [self.bytes[at : at + ANCHOR] for at in (room * step // (TRIED - 1) for step in range(TRIED))]
 
     def first_edges(self) -> Iterator[int]:
-        """Byte offsets of the first word ends inside the text: a letter or digit before, something else behind."""
+        """Byte offsets of word ends inside the text, ascending: after a letter or digit, before anything else."""
         text = self.text
         for at in range(1, min(len(text), MAX_EDGE)):
             if not text[at].isalnum() and text[at - 1].isalnum():
                 yield len(text[:at].encode(errors="surrogatepass"))
 
     def last_edges(self) -> Iterator[int]:
-        """Those of the last ones, from behind."""
+        """Byte offsets of word ends inside the text, from the last one backwards."""
         text = self.text
         for at in range(len(text) - 1, max(0, len(text) - MAX_EDGE), -1):
             if not text[at].isalnum() and text[at - 1].isalnum():
@@ -75,23 +75,23 @@ class _Name:
 def find_documents(
     prompt: PromptText, documents: Sequence[str], normalize: Callable[[str], str] = lambda text: text
 ) -> Found:
-    """Every place of ``documents`` in ``prompt``: as they are, as ``normalize`` makes them, which is what the
-    tokenizer does to a text before it cuts it, or as JSON writes them. Blanks around them do not count, as templates
-    trim.
+    """Every occurrence of ``documents`` in ``prompt``: unchanged, as ``normalize`` returns them, or as JSON escapes
+    them. ``normalize`` does what the tokenizer does to a text before it splits the text. Whitespace around documents
+    is ignored, because templates trim it.
 
-    What is found is a document's *core*: from the end of its first word to the end of its last one that another
-    character of the document follows. Tokenizers cut there whatever comes before or behind, so the core has the same
-    tokens in every prompt; what is left at the edges is ordinary text. Where documents overlap, the first one counts,
-    and of those that begin together the longest.
+    A span is a document's *core*: from the end of its first word to the end of the last word that is followed by
+    another character of the document. Tokenizers split there whatever text comes before or after, so the core has the
+    same tokens in every prompt. The text outside the core is ordinary text. If documents overlap, the first one wins;
+    if they begin at the same place, the longest one wins.
 
-    Time is linear in prompt and documents. The search for a document that the prompt resembles almost everywhere ends
-    early, and it is then absent.
+    Time is linear in the size of the prompt and the documents. If the prompt resembles a document almost everywhere,
+    the search for that document stops early and the document counts as absent.
     """
     indices: dict[str, list[int]] = {}
     beyond: list[int] = []
     room = MAX_NAMED * len(prompt.bytes)
     for index, document in enumerate(documents):
-        room -= len(document)
+        room -= len(document) if document.isascii() else len(document.encode(errors="surrogatepass"))
         if room < 0:
             beyond.append(index)
         else:
@@ -127,7 +127,7 @@ def _ascii_json(text: str) -> str:
 
 
 def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
-    """Places of ``names`` in ``text``, as byte offsets."""
+    """Occurrences of ``names`` in ``text``, with their byte offsets."""
     if not names:
         return []
     windows = np.ndarray((len(text) - ANCHOR + 1,), "<u8", text, strides=(1,))
@@ -155,8 +155,8 @@ def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
 
 
 def _by_anchor(names: Sequence[_Name], counts: np.ndarray) -> dict[int, list[_Name]]:
-    """Names by their anchors. ``counts``: how often windows of each slot are in the prompt. A name that has a window
-    which is not there is left out."""
+    """Names by their anchors. ``counts``: number of windows of the prompt in each slot. A name is left out if one of
+    its windows does not occur in the prompt."""
     tried = np.frombuffer(b"".join(window for name in names for window in name.windows()), "<u8")
     found = counts[_slots(tried)].reshape(len(names), TRIED)
     best = found.argmin(axis=1)
@@ -175,14 +175,14 @@ def _slots(windows: np.ndarray) -> np.ndarray:
 
 
 def _core(prompt: PromptText, at: int, name: _Name) -> Span | None:
-    """The tokens of a document between two word ends at which the prompt's tokens end, too."""
+    """The tokens of a document between two word ends that are also token boundaries of the prompt."""
     start = _first_token(prompt, at, name.first_edges())
     end = _first_token(prompt, at, name.last_edges())
     return None if start is None or end is None or end <= start else Span(start, end)
 
 
 def _first_token(prompt: PromptText, at: int, edges: Iterator[int]) -> int | None:
-    """The token that begins at the first of ``edges``, counted from ``at``, at which one does."""
+    """The token that begins at the first of ``edges`` (offsets from ``at``) that is a token boundary."""
     for edge in islice(edges, MAX_EDGES):
         token = prompt.token_at(at + edge)
         if token is not None:

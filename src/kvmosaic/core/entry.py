@@ -14,11 +14,11 @@ VIRTUAL_POS_START = 0
 """Position of the first context token (sink prefix) when a chunk is computed alone."""
 
 _latest_equal: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-"""Two contexts that were found equal last."""
+"""The two contexts that were found equal most recently."""
 
 
 EntryKind = Literal["document", "system-tail", "prefix-part"]
-"""Of an entry: a chunk; the end of a system prompt; a piece of an exact prefix."""
+"""Kind of an entry: a chunk, the end of a system prompt, or a piece of an exact prefix."""
 ENTRY_KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 
 
@@ -33,19 +33,19 @@ class KVFormat:
     v_dim: int
     dtype: torch.dtype
     tails: WindowTails = WHOLE
-    """Where layers with a sliding window keep less than all tokens."""
+    """Layers with a sliding window that keep only the last tokens."""
 
     def __post_init__(self) -> None:
         sizes, windowed = (self.layers, self.heads, self.k_dim, self.v_dim), self.tails.layers
         ascending = all(a < b for a, b in pairwise((-1, *windowed, self.layers)))
         if min(sizes) < 0 or self.tails.tokens < 0 or not ascending:
             raise ValueError(
-                f"no KV has {self.layers} layers, {self.heads} heads, dims {self.k_dim} and {self.v_dim}"
+                f"invalid KV format: {self.layers} layers, {self.heads} heads, dims {self.k_dim} and {self.v_dim}"
             )
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a token that every layer keeps."""
+        """Bytes of a token that all layers keep."""
         return self.layers * self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
 
     def num_elements(self, tokens: int) -> int:
@@ -57,9 +57,10 @@ class KVFormat:
 class ChunkKV:
     """One chunk's canonical KV.
 
-    ``data`` is ``[heads, numbers]``: per head, layer after layer, first its K rows, then its V rows, of all tokens or
-    of the last ones. With equal dims and nothing left out that is ``[heads, layers, 2, tokens, head_dim]``. One head
-    is one contiguous buffer, so a tensor-parallel rank of any size reads exactly the heads it owns.
+    ``data`` is ``[heads, numbers]``. Each head has layer after layer, first the K rows, then the V rows, of all
+    tokens or of the last ones. With equal dims and no tokens left out, that is
+    ``[heads, layers, 2, tokens, head_dim]``. Each head is one contiguous buffer, so a rank of any tensor-parallel
+    size reads exactly the heads it owns.
     """
 
     key: ChunkKey
@@ -69,7 +70,7 @@ class ChunkKV:
     format: KVFormat
     data: torch.Tensor
     kind: EntryKind | None = None
-    """What it is for, where that is known: releases before this one did not say so."""
+    """Kind of the entry; ``None`` if it is unknown, because earlier releases did not record it."""
 
     def __post_init__(self) -> None:
         expected = (self.format.heads, self.format.num_elements(len(self.tokens)))
@@ -87,8 +88,8 @@ class ChunkKV:
         tails: WindowTails = WHOLE,
         kind: EntryKind | None = None,
     ) -> "ChunkKV":
-        """Pack K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``, less what ``tails``
-        leave out, into an entry."""
+        """Pack K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]`` into an entry,
+        without the tokens that ``tails`` leave out."""
         heads, layers, count, k_dim = k.shape
         assert count == len(tokens)
         kv_format = KVFormat(layers, heads, k_dim, v.shape[-1], k.dtype, tails)
@@ -101,8 +102,7 @@ class ChunkKV:
         return cls(key, tuple(tokens), tuple(context), kv_format, data, kind)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of one layer, views; those of the last ``kept``
-        tokens."""
+        """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of a layer's last ``kept`` tokens, as views."""
         kv_format, tokens = self.format, len(self.tokens)
         width = kv_format.k_dim + kv_format.v_dim
         kept = kv_format.tails.kept(index, tokens)
@@ -123,13 +123,13 @@ class ChunkKV:
         return self.data.nbytes
 
     def matches(self, tokens: Sequence[int], context: Sequence[int]) -> bool:
-        """Whether this really is the KV of these tokens: a hash alone is never trusted."""
+        """Whether this is the KV of these tokens. The tokens are compared, because a hash alone is never trusted."""
         return self.tokens == tuple(tokens) and self._is_after(tuple(context))
 
     def _is_after(self, context: tuple[int, ...]) -> bool:
-        """Whether this is its context. A system prompt may be long, and many chunks come after it; so an equal one
-        takes the place of the entry's own. Entries that are looked up together come to share it, and the next time
-        all of them are compared by one comparison."""
+        """Whether ``context`` equals the entry's own. A context may be a long system prompt of many chunks, so an
+        equal ``context`` replaces the entry's own. Entries that are looked up together then share one object, and the
+        next lookup needs only one comparison for all of them."""
         global _latest_equal
         own, (before, latest) = self.context, _latest_equal
         if own is context:

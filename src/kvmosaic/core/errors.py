@@ -1,8 +1,8 @@
-"""Errors a user can meet. Each message is one line: what is wrong, then what to do."""
+"""Errors that users can see. Each message is one line: the problem, then the remedy."""
 
 
 class KvmosaicError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class ConfigError(KvmosaicError, ValueError):

@@ -16,14 +16,14 @@ from kvmosaic.core.heads import ALL_HEADS, KEY_PART
 
 HASH_BYTES = 16
 MOST_TOKENS = 2**31
-"""Of a chunk, in keys that others wrote."""
+"""Exclusive upper limit of a chunk's tokens in a parsed key, which others may have written."""
 
 LAYOUT_VERSION = 2
-"""Part of every fingerprint: raise it when the meaning of stored bytes changes."""
+"""Part of every fingerprint. Increment it when the meaning of stored bytes changes."""
 
 
 class _HashState(Protocol):
-    """A hash of what it was given so far."""
+    """An incremental hash."""
 
     def update(self, data: bytes, /) -> None: ...
 
@@ -36,13 +36,13 @@ HASH_ALGORITHMS: dict[str, Callable[[bytes], _HashState]] = {"xxhash": xxhash.xx
 
 
 class ContentHasher:
-    """Hashes chunks that are computed after the same context, which is hashed once: it may be far longer than they
-    are, and they may be many."""
+    """Hashes chunks that are computed after the same context. The context is hashed once, because it may be far
+    longer than the chunks, and there may be many chunks."""
 
     def __init__(self, context: Sequence[int] = (), algorithm: str = "xxhash") -> None:
         if algorithm not in HASH_ALGORITHMS:
             raise ConfigError(f"unknown hash algorithm {algorithm!r}; choose one of {', '.join(HASH_ALGORITHMS)}")
-        # The context's length goes first, so that moving a token between the two changes the hash.
+        # The context's length goes first, so that moving a token between context and chunk changes the hash.
         self._of_context = HASH_ALGORITHMS[algorithm](_little_endian([len(context)]) + _little_endian(context))
 
     def hash(self, tokens: Sequence[int]) -> bytes:
@@ -65,7 +65,7 @@ def _little_endian(numbers: Sequence[int]) -> bytes:
 
 
 def format_fingerprint(**fields: object) -> str:
-    """Short digest of everything that makes stored bytes mean what they mean.
+    """Short digest of everything that determines the meaning of stored bytes.
 
     Two engines exchange entries only when dtype, geometry, rope, sink prefix and layout all agree.
     """
@@ -75,7 +75,7 @@ def format_fingerprint(**fields: object) -> str:
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """What an entry is found by: its content, for one model, one format and one tenant. No position."""
+    """The key of an entry: its content, for one model, one format and one tenant. It contains no position."""
 
     content_hash: bytes
     num_tokens: int
@@ -83,16 +83,16 @@ class ChunkKey:
     fingerprint: str
     tenant: str = "default"
     heads: str = ALL_HEADS
-    """Which of the model's KV heads: ``all``; ``4-7of8`` on a tensor-parallel rank that has only those; with their
-    layers, ``4-7of8L0-31``, where a remote store is to keep each head by itself."""
+    """The model's KV heads in the entry: ``all``, or ``4-7of8`` on a tensor-parallel rank with only those heads, or
+    ``4-7of8L0-31`` (with layers) if a remote store keeps each head separately."""
 
     @property
     def sealed_by(self) -> str | None:
-        """Name of the store key that the entry is made with, if any: the end of the fingerprint."""
+        """Id of the store key that the entry is sealed with, if any. It is the end of the fingerprint."""
         return self.fingerprint.partition("-")[2] or None
 
     def __hash__(self) -> int:
-        return hash(self.content_hash)  # which is nearly unique, and takes a fraction of hashing all of it
+        return hash(self.content_hash)  # nearly unique, and much faster than hashing all fields
 
     def __str__(self) -> str:
         digest, count = self.content_hash.hex(), str(self.num_tokens)

@@ -1,5 +1,5 @@
-"""Who sees whom: the isolation rules as a dense mask. Tests and small references use it; engines
-reach the same visibility without ever building it."""
+"""The visibility rules between tokens as a dense mask. Tests and small references use it. Engines implement the same
+visibility without building a mask."""
 
 from collections.abc import Iterable
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Several prompts in one call, and the documents of each."""
+"""Calls with several prompts, and the documents of each prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,17 +7,17 @@ from kvmosaic.core.errors import PromptError
 
 
 def conversations(messages: Sequence[Any]) -> list[Sequence[Any]]:
-    """One conversation or several, as several."""
+    """A list of conversations, from one conversation or several."""
     return [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
 
 
 def names_for_each(documents: Sequence[str] | Sequence[Sequence[str]] | None, prompts: int) -> list[list[str]]:
-    """The documents of each prompt: a list of texts is for all of them, a list of lists has one for each."""
+    """The documents of each prompt. A list of texts applies to all prompts, a list of lists has one list for each."""
     given: Any = [] if documents is None else documents
     lists = [given] * prompts if _are_texts(given) else given
     if not isinstance(lists, (list, tuple)) or len(lists) != prompts or not all(map(_are_texts, lists)):
         raise PromptError(
-            f"documents must be a list of texts, or a list of them for each prompt (there are {prompts})"
+            f"documents must be a list of texts, or a list with one such list per prompt (prompts: {prompts})"
         )
     return [list(names) for names in lists]
 

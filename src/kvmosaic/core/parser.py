@@ -26,24 +26,24 @@ class NamedPrompt:
 
     prompt: ChunkedPrompt
     absent: tuple[int, ...]
-    """Which of them occur nowhere in it, as indices."""
+    """Indices of the documents that do not occur in the prompt."""
 
 
 class ChunkTokenParser:
     """Finds the chunks of a prompt: documents that are named, parts between separators, or explicit boundaries.
 
-    The separator is searched for in the *bytes* the tokens stand for, so it is found whatever its
-    edges merged with (``" # # Paris"`` ends in the token ``" Paris"``). A part starts with the first
-    token that begins at or after its separator: the separator's tokens belong to the part they precede,
-    and a token that holds both the end of a text and the start of a separator stays with that text.
+    The separator is searched for in the *bytes* the tokens stand for. It is found even if its edges merged with
+    neighbouring text (``" # # Paris"`` ends in the token ``" Paris"``). A part starts with the first token that
+    begins at or after its separator. The separator's tokens belong to the part that follows them. A token that
+    contains both the end of a text and the start of a separator stays with that text.
 
-    A part that crosses a turn of a conversation is no chunk: it holds an earlier question and its answer, which mean
-    something only where they stand.
+    A part that crosses a turn of a conversation is not a chunk: it contains an earlier question and its answer, which
+    have a meaning only at their position.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, separator: str | None = None, min_chunk_tokens: int = 1) -> None:
-        """Without tokenizer or separator nothing is searched for; explicit boundaries still work. Chunks of fewer
-        tokens than ``min_chunk_tokens`` are ordinary text, as are those beyond ``MAX_CHUNKS``."""
+        """Without a tokenizer only explicit boundaries work; without a separator, also named documents. Chunks
+        shorter than ``min_chunk_tokens`` are ordinary text, and so are chunks beyond the first ``MAX_CHUNKS``."""
         self._tokenizer = tokenizer
         self._separator = (separator or "").encode()
         self._min_tokens = min_chunk_tokens
@@ -60,7 +60,7 @@ class ChunkTokenParser:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a whole prompt, exactly as ordinary generation would make them."""
+        """Token ids of a whole prompt, exactly as in ordinary generation."""
         if self._tokenizer is None:
             raise PromptError("this engine has no tokenizer; pass token ids instead of text")
         return self._tokenizer.encode(text)
@@ -71,8 +71,8 @@ class ChunkTokenParser:
         """Parse text or token ids.
 
         ``boundaries`` replaces the search: ``(start, end)`` token ranges of system, chunks and question, in order.
-        The system starts at 0 and the question ends with the prompt. Tokens between two of them are ordinary text.
-        System and chunks may be empty, the question not.
+        The system starts at 0 and the question ends with the prompt. Tokens between two ranges are ordinary text. The
+        system and the chunks may be empty, but not the question.
         """
         if boundaries is None:
             return self.parse_named(prompt).prompt
@@ -81,15 +81,15 @@ class ChunkTokenParser:
     def parse_named(
         self, prompt: str | Sequence[int], documents: Sequence[str] = (), question: str | None = None
     ) -> NamedPrompt:
-        """Parse text or token ids in which ``documents`` are chunks wherever they stand. If there is a separator, it
-        makes further ones, but not from the first place of ``question`` on."""
+        """Parse text or token ids in which ``documents`` are chunks at any position. A separator, if there is one,
+        creates further chunks, but only before the first occurrence of ``question``."""
         tokens = tuple(self._ids(prompt))
         if self._texts is None or not tokens or not (documents or self._separator):
             return NamedPrompt(ChunkedPrompt(tokens, ()), tuple(range(len(documents))))
         ids = _numbers(tokens)
         text = self._texts.of(ids)
         found = find_documents(text, documents, self._normalize)
-        # Something must be left to prefill, and a text that holds a role marker means something only where it stands.
+        # The last token must be left to prefill. Text that contains a role marker has a meaning only at its position.
         bounds = [*np.flatnonzero(np.isin(ids, self._marker_ids)).tolist(), len(tokens) - 1]
         chunks = [span for span in found.spans if span.end <= bounds[bisect_left(bounds, span.start)]]
         if self._separator:
@@ -97,8 +97,8 @@ class ChunkTokenParser:
         return NamedPrompt(self._worth_storing(ChunkedPrompt(tokens, tuple(chunks))), found.absent)
 
     def document_tokens(self, document: str) -> tuple[int, ...]:
-        """The tokens ``document`` has as a chunk in the middle of a prompt, however few: its separator included, or
-        with the separator switched off, those of its core, if it has one."""
+        """The tokens that ``document`` has as a chunk in the middle of a prompt, even if these are too few to be
+        stored. They include a separator, if one is set. Otherwise they are the document's core, if there is one."""
         if self._separator:
             separator = self._separator.decode()
             tokens = self.encode(f"a{separator}{document}{separator}b")
@@ -113,9 +113,8 @@ class ChunkTokenParser:
         return tuple(tokens[chunks[0].start : chunks[0].end])
 
     def turn_ends(self, prompt: ChunkedPrompt) -> list[int]:
-        """For each chunk of ``prompt`` the position where its turn ends, its question included. Where no text follows
-        the last chunk of a message, the question is in another one, and nobody knows in which: then it is the end of
-        the prompt."""
+        """For each chunk of ``prompt``, the position where its turn ends, after its question. If no text follows the
+        last chunk of a message, the question is in an unknown other message, and this is the end of the prompt."""
         tokens = prompt.token_ids
         ends = turn_ends(tokens, self._markers, [span.end for span in prompt.chunks])
         last = {end: span.end for span, end in zip(prompt.chunks, ends, strict=True)}
@@ -123,22 +122,24 @@ class ChunkTokenParser:
         return [asked[end] for end in ends]
 
     def _has_text(self, tokens: Sequence[int]) -> bool:
-        """Whether tokens are more than a separator and blanks."""
+        """Whether tokens contain more than separators and whitespace."""
         if self._pieces is None:
             return bool(tokens)
         text = b"".join(self._pieces[token] for token in tokens)
         return bool((text.replace(self._separator, b"") if self._separator else text).strip())
 
     def _worth_storing(self, prompt: ChunkedPrompt) -> ChunkedPrompt:
-        """The prompt, less chunks that are too short, and those beyond the limit."""
+        """The prompt, without chunks that are too short and chunks beyond the limit."""
         chunks = tuple(span for span in prompt.chunks if len(span) >= self._min_tokens)
         if len(chunks) > MAX_CHUNKS:
-            logger.warning("a prompt of %d chunks: all behind the first %d are text", len(chunks), MAX_CHUNKS)
+            logger.warning(
+                "a prompt has %d chunks; those after the first %d are treated as text", len(chunks), MAX_CHUNKS
+            )
             chunks = chunks[:MAX_CHUNKS]
         return prompt if chunks == prompt.chunks else ChunkedPrompt(prompt.token_ids, chunks)
 
     def _separated(self, tokens: Sequence[int], text: PromptText, question: str | None) -> list[Span]:
-        """The parts between separators, less those that are empty, hold a role marker or are the first or last."""
+        """The parts between separators, except for the first, the last, empty ones, and those with a role marker."""
         parts = self._part_starts(text, question)
         edges = [*parts, (len(tokens), True)]
         spans = [Span(start, end) for (start, _), (end, _) in pairwise(edges)]
@@ -151,12 +152,12 @@ class ChunkTokenParser:
         if empty:
             logger.warning("skipped %d empty chunk(s) of a prompt; their separators are prefilled as text", empty)
         if chunks and chunks[-1].end == len(tokens):
-            # The question merged into the chunk's last token. Something must be left to prefill.
+            # The question merged into the chunk's last token, and at least one token must be left to prefill.
             chunks.pop()
         return chunks
 
     def _part_starts(self, text: PromptText, question: str | None) -> list[tuple[int, bool]]:
-        """First token of every part, and whether the part holds more than its separator and blanks."""
+        """First token of every part, and whether the part contains more than its separator and whitespace."""
         limit = self._question_at(text, question)
         cuts = [0]
         at = text.bytes.find(self._separator)
@@ -172,8 +173,8 @@ class ChunkTokenParser:
         return starts
 
     def _question_at(self, text: PromptText, question: str | None) -> int:
-        """The byte from which on no separator counts. Where the question is not found, none counts at all: an end
-        user may have written any of them."""
+        """Byte offset from which separators are ignored: the start of the question. If the question is not found, all
+        separators are ignored, because an end user may have written any of them."""
         if not question:
             return len(text.bytes)
         written = {question, self._normalize(question)}
@@ -184,19 +185,19 @@ class ChunkTokenParser:
         return self._markers.isdisjoint(tokens[span.start : span.end])
 
     def _normalize(self, document: str) -> str:
-        """A document as the tokenizer's normaliser makes it, with spaces."""
+        """A document as the tokenizer's normaliser returns it, with spaces instead of ``▁``."""
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
         try:
             return document if normalizer is None else normalizer.normalize_str(document).replace("▁", " ").strip()
-        except UnicodeEncodeError:  # half of a character, which no prompt has
+        except UnicodeEncodeError:  # a single surrogate, which no prompt contains
             return document
 
     def _text(self, tokens: Sequence[int]) -> PromptText:
-        assert self._texts is not None  # tokens were made by the tokenizer
+        assert self._texts is not None  # there is a tokenizer, as it made the tokens
         return self._texts.of(_numbers(tokens))
 
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        """Token ids as Python's integers; arrays and tensors yield numbers of their own kind."""
+        """Token ids as Python integers; the items of arrays and tensors have types of their own."""
         if isinstance(prompt, str):
             return self.encode(prompt)
         return prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -216,7 +217,7 @@ class ChunkTokenParser:
 
 
 def _with(chunks: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """``chunks``, and those of ``others`` that overlap none of them; both are ascending."""
+    """``chunks``, and the spans of ``others`` that overlap none of them. Both are ascending."""
     starts = [span.start for span in chunks]
     free = []
     for span in others:
@@ -227,5 +228,5 @@ def _with(chunks: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def _numbers(tokens: Sequence[int]) -> np.ndarray:
-    """Token ids, ``[tokens]`` int64. Of a list, packing is the fastest way."""
+    """Token ids as an array, ``[tokens]`` int64. Packing is the fastest conversion of a list."""
     return np.frombuffer(Struct(f"{len(tokens)}q").pack(*tokens), dtype=np.int64)

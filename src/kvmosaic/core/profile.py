@@ -1,4 +1,4 @@
-"""Profiles: the settings that ``kvmosaic calibrate`` found for a model, where the engines look for them."""
+"""Profiles: files with the settings that ``kvmosaic calibrate`` or ``tune`` found for a model. Engines read them."""
 
 import os
 from pathlib import Path
@@ -11,13 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvmosaic.core.errors import ConfigError
 
 PROFILE_SETTINGS = ("policy", "recompute_ratio", "sink_prefix")
-"""What a profile decides; the rest of it says how that was found."""
+"""The settings in a profile. Its other fields record how they were found."""
 
-_HEADER = "# Written by kvmosaic calibrate or tune: the settings of this model that nothing else sets.\n"
+_HEADER = (
+    "# Written by kvmosaic calibrate or tune: default settings for this model. All other settings override them.\n"
+)
 
 
 class Measured(BaseModel):
-    """What the settings gave."""
+    """Quality that was measured with the settings."""
 
     kl_mean: float
     top1: float
@@ -26,16 +28,16 @@ class Measured(BaseModel):
 
 
 class Targets(BaseModel):
-    """What was asked for."""
+    """Targets that the settings had to meet."""
 
     max_kl: float
     min_top1: float
 
 
 class Profile(BaseModel):
-    """A model's settings and where they come from. Nothing in it depends on when it was made."""
+    """Settings for a model, and their origin. No field depends on the time of creation."""
 
-    # Keys that a later version adds are no reason to refuse the settings.
+    # Unknown keys are ignored: a later version may have added them.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     model: str | None = None
@@ -47,7 +49,7 @@ class Profile(BaseModel):
     data: str | None = None
     seed: int | None = None
     kvmosaic: str | None = None
-    """The version that measured it."""
+    """Version of kvmosaic that wrote the profile."""
 
 
 def profile_name(model: str) -> str:
@@ -56,10 +58,15 @@ def profile_name(model: str) -> str:
 
 
 def profile_path(model: str) -> Path:
-    """Where the engines look for the profile of ``model``; KVMOSAIC_PROFILES_DIR moves the folder."""
+    """Path of the profile of ``model``. KVMOSAIC_PROFILES_DIR sets the folder."""
     chosen = os.environ.get("KVMOSAIC_PROFILES_DIR")
     folder = Path(chosen).expanduser() if chosen else Path(platformdirs.user_config_dir("kvmosaic")) / "profiles"
     return folder / f"{profile_name(model)}.yaml"
+
+
+def sink_path(model: str) -> Path:
+    """Default path of the sink that ``kvmosaic tune`` learns for ``model``: beside its profile."""
+    return profile_path(model).with_suffix(".sink.safetensors")
 
 
 def load_profile(model: str) -> dict[str, Any]:
@@ -86,13 +93,13 @@ def read_profile(path: Path) -> Profile | None:
 
 
 def broken(path: Path, reason: str) -> ConfigError:
-    """What to say of a profile that cannot be used."""
+    """The error for a profile that cannot be used."""
     line = " ".join(reason.split())
     return ConfigError(f"profile {path}: {line}; delete the file or run kvmosaic calibrate again")
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Put it at ``path``, all of it or nothing: an engine may be starting."""
+    """Write a profile to ``path`` atomically: an engine may be starting and reading it."""
     text = yaml.safe_dump(profile.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""A prompt cut into system, chunks and question."""
+"""A prompt divided into system, chunks and question."""
 
 from array import array
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ class Span:
 
 @dataclass(frozen=True)
 class ChunkedPrompt:
-    """A parsed prompt. Tokens in no chunk (system, question, text between chunks) are *fresh*: every
-    request computes them itself, with everything before them in sight."""
+    """A parsed prompt. Tokens in no chunk (system, question, text between chunks) are *fresh*: every request computes
+    them itself, and they see everything before them."""
 
     token_ids: tuple[int, ...]
     chunks: tuple[Span, ...]
@@ -37,7 +37,9 @@ class ChunkedPrompt:
         end = 0
         for span in self.chunks:
             if not end <= span.start < span.end < len(self.token_ids):
-                raise PromptError(f"{span} must be a non-empty chunk behind the one before it and leave a question")
+                raise PromptError(
+                    f"{span} must be a non-empty chunk after the previous one and before the last token"
+                )
             end = span.end
 
     @property
@@ -52,7 +54,7 @@ class ChunkedPrompt:
 
     @cached_property
     def token_array(self) -> "array[int]":
-        """The token ids as 32-bit numbers, where bytes are needed: made once, and sent along with the prompt."""
+        """The token ids as 32-bit numbers, for uses that need bytes. Computed once and sent with the prompt."""
         return array("i", self.token_ids)
 
     def tokens_of(self, span: Span) -> tuple[int, ...]:

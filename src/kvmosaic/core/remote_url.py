@@ -1,4 +1,5 @@
-"""Where a remote tier is: ``valkey://user@host:port/database``, ``valkeys://…`` over TLS, or ``mooncake://master:port``."""
+"""URLs of remote tiers: ``valkey://user@host:port/database``, ``valkeys://…`` over TLS, or
+``mooncake://master:port``."""
 
 import re
 from typing import NamedTuple
@@ -7,36 +8,37 @@ from urllib.parse import parse_qs, urlsplit
 DEFAULT_PORTS = {"valkey": 6379, "redis": 6379, "valkeys": 6379, "rediss": 6379, "mooncake": 50051}
 WITH_TLS = ("valkeys", "rediss")
 PASSWORD_VARIABLE = "KVMOSAIC_REMOTE_PASSWORD"
-"""Passwords come from the environment alone: vLLM logs its whole configuration, and process lists show arguments."""
+"""Environment variable of the password. Settings and arguments are unsafe: vLLM logs its whole configuration, and
+process lists show arguments."""
 DEFAULT_METRICS_PORT = 9003
 EXAMPLES = "valkey://host:6379/0, redis://host:6379/0 or mooncake://host:50051"
 
 
 def without_passwords(text: str) -> str:
-    """A text with all that stands before the ``@`` of URLs made unreadable: it may be a password, which must not end
-    up in logs."""
-    return re.sub(r"://[^/@\s]*@", "://***@", text)
+    """A text with everything between the first ``://`` and the last ``@`` masked. A URL may contain a password there,
+    which must not be logged. A password may contain any character, so that more may be masked than the password."""
+    return re.sub(r"://.*@", "://***@", text, flags=re.DOTALL)
 
 
 class RemoteUrl(NamedTuple):
     """A parsed URL."""
 
     kind: str
-    """``valkey`` (also for Redis, which speaks the same language) or ``mooncake``."""
+    """``valkey`` (also for Redis, which has the same protocol) or ``mooncake``."""
     host: str
     port: int
     database: int = 0
     """Number of the Valkey database."""
     metrics_port: int = DEFAULT_METRICS_PORT
-    """Where Mooncake's master lists its keys, over HTTP."""
+    """HTTP port where Mooncake's master lists its keys."""
     user: str | None = None
-    """Who a Valkey server is told we are; ``None`` for its default user."""
+    """User name for a Valkey server; ``None`` for its default user."""
     tls: bool = False
-    """Whether to speak TLS, with the certificate authorities that this machine trusts."""
+    """Whether to use TLS, with the certificate authorities that this machine trusts."""
 
     @classmethod
     def parse(cls, text: str) -> "RemoteUrl":
-        """Raises a one-line ``ValueError`` that says what is wrong."""
+        """Parse a URL. Raises a one-line ``ValueError`` that states the problem."""
         parts = urlsplit(text)
         if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
             raise ValueError(f"not the URL of a remote store; write {EXAMPLES}")
@@ -51,7 +53,7 @@ class RemoteUrl(NamedTuple):
             allowed = "metrics_port=9003 after a question mark" if kind == "mooncake" else "a database number"
             raise ValueError(f"after host and port there may only be {allowed}")
         if not (path or "0").isdecimal() or not metrics[-1].isdecimal():
-            raise ValueError("databases and ports are numbers")
-        port = parts.port or DEFAULT_PORTS[parts.scheme]  # urllib says in one line when it is no port
+            raise ValueError("the database and the ports must be numbers")
+        port = parts.port or DEFAULT_PORTS[parts.scheme]  # urllib raises a one-line error for an invalid port
         tls = parts.scheme in WITH_TLS
         return cls(kind, parts.hostname, port, int(path or 0), int(metrics[-1]), parts.username or None, tls)

@@ -1,10 +1,10 @@
-"""Moving rotated keys: from the position they were computed at to the position they are used at.
+"""Moves rotated keys from the position where they were computed to the position where they are used.
 
 A rotary model turns column pair ``i`` of a key at position ``p`` by ``M(p) = [[c, -s], [s, c]]``, with
-``c, s`` row ``p`` of the model's own table. Moving the key is ``M(new) @ M(old)^-1``: one turn per token
-and pair, made from two rows of that table. Nothing is assumed about how the table came to be, so
-linear, NTK, llama3, YaRN and longrope scaling, a scale folded into the table (mscale), tables rounded
-to half precision, and tables that change with the sequence length all move exactly.
+``c, s`` row ``p`` of the model's own table. The move is ``M(new) @ M(old)^-1``: one turn per token and pair,
+computed from two rows of that table. It does not depend on how the table was computed. It is therefore exact for
+linear, NTK, llama3, YaRN and longrope scaling, for a scale folded into the table (mscale), for tables rounded to half
+precision, and for tables that change with the sequence length.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class CosSin(NamedTuple):
 
 @dataclass(frozen=True)
 class RotaryColumns:
-    """Which columns of a cached row rotate: ``width`` columns from ``start`` of its K (or, for MLA, V) part."""
+    """The columns of a cached row that rotate: ``width`` columns from ``start`` on, of K (or, for MLA, of V)."""
 
     part: Literal["k", "v"]
     start: int
     width: int
     interleaved: bool
-    """Pairs are neighbours ``(0, 1), (2, 3), …`` instead of halves ``(0, w/2), (1, w/2 + 1), …``."""
+    """Whether pairs are neighbours ``(0, 1), (2, 3), …`` instead of halves ``(0, w/2), (1, w/2 + 1), …``."""
 
     def __post_init__(self) -> None:
         assert self.width % 2 == 0
@@ -43,7 +43,7 @@ def rotation_between(old: CosSin, new: CosSin) -> CosSin:
 
 
 def rotate_(rows: torch.Tensor, turn: CosSin, columns: RotaryColumns) -> None:
-    """Turn ``rows`` ``[..., tokens, dim]`` in place; the arithmetic is fp32 whatever their dtype."""
+    """Turn ``rows`` ``[..., tokens, dim]`` in place; the arithmetic is fp32 for any dtype."""
     active = rows[..., columns.start : columns.start + columns.width]
     if columns.interleaved:
         first, second = active[..., 0::2], active[..., 1::2]

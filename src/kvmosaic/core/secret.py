@@ -1,22 +1,22 @@
-"""Secrets: from the environment alone, like passwords. Settings are logged, and process lists show arguments."""
+"""Secrets, which come only from the environment: settings are logged, and process lists show arguments."""
 
 import os
 
 from kvmosaic.core.errors import ConfigError
 
 LEAST_BYTES = 16
-"""Bytes of the shortest secret."""
+"""Minimum length of a secret, in bytes."""
 
 
 def secret_from_environment(variable: str) -> bytes | None:
-    """What ``variable`` says, if it is set; raises a :class:`ConfigError` if that is too short."""
+    """The value of ``variable``, if it is set. Raises a :class:`ConfigError` if the value is too short."""
     text = os.environ.get(variable)
     if text is None:
         return None
     secret = text.encode(errors="surrogateescape")
     if len(secret) < LEAST_BYTES:
         raise ConfigError(
-            f"{variable}: {len(secret)} bytes are too few; set at least {LEAST_BYTES}, such as "
-            "`openssl rand -hex 32` prints, or unset it"
+            f"{variable}: {len(secret)} bytes are too few; set at least {LEAST_BYTES}, for example the "
+            "output of `openssl rand -hex 32`, or unset it"
         )
     return secret

@@ -1,4 +1,4 @@
-"""Separators that nobody can guess: text from elsewhere cannot cut a prompt with one."""
+"""Separators that cannot be guessed, so that foreign text cannot split a prompt with one."""
 
 import math
 import secrets
@@ -7,15 +7,15 @@ from typing import Any
 from kvmosaic.core.token_bytes import TokenBytes
 
 BITS = 64
-"""Minimum random bits of a separator."""
+"""Minimum number of random bits in a separator."""
 ENOUGH_WORDS = 1000
-"""Minimum words in a vocabulary to draw from; with fewer, hexadecimal digits do."""
+"""Minimum number of usable words in a vocabulary. With fewer words, hexadecimal digits are used."""
 END = " # "
-"""What a separator ends in: a text behind it begins with a space, as behind any word."""
+"""End of a separator. Its last character is a space, so that text after it begins as after any word."""
 
 
 def random_separator(tokenizer: Any = None) -> str:
-    """A new separator; of few tokens for a model whose ``tokenizer`` is given."""
+    """A new separator. If ``tokenizer`` is given, it has few tokens for that model."""
     words = [] if tokenizer is None else _words(tokenizer)
     if len(words) < ENOUGH_WORDS:
         return f" #{secrets.token_hex(BITS // 8)}{END}"
@@ -24,7 +24,7 @@ def random_separator(tokenizer: Any = None) -> str:
 
 
 def _words(tokenizer: Any) -> list[str]:
-    """What single tokens stand for: a space and some small letters."""
+    """Words that are single tokens: a space and three to seven lowercase letters."""
     pieces = TokenBytes(tokenizer)
     texts = {pieces[token].decode(errors="replace") for token in range(len(tokenizer))}
     return sorted(

@@ -1,4 +1,4 @@
-"""The sink prefix, what a chunk is computed after, as tokens: one rule for both engines."""
+"""The sink prefix: the tokens that a chunk is computed after. Both engines use this rule."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,15 +15,15 @@ _DOCUMENT = (
     "a school during the war, and is now a small museum with a collection of tools, scales and letters.",
     "",
 )
-"""A short prompt about nothing in particular, a separator at its end, which does no harm before a chunk that begins
-with one and is needed before one that does not. A chunk that was computed after it has seen
-what chunks in a request see: an instruction, other passages, and separators. It then needs no attention sink among
-its own first tokens, and its keys are those of a passage among others, not of the beginning of a text."""
+"""A short prompt about an arbitrary subject, with a separator at its end. The separator is harmless before a chunk
+that begins with one and needed before a chunk that does not. A chunk that is computed after this text has seen what
+chunks in a request see: an instruction, other passages, and separators. Such a chunk needs no attention sink among
+its own first tokens, and its keys are those of a passage among others, not those of the beginning of a text."""
 
 LEARNED = "learned:"
-"""Beginning of the setting ``sink_prefix`` where the file of a learned sink follows."""
+"""Prefix of a ``sink_prefix`` setting that names the file of a learned sink."""
 PARAGRAPH = "\n\n"
-"""What stands between the passages of the neutral text where no separator is set."""
+"""Separator between the passages of the neutral text if none is set."""
 
 
 def sink_tokens(
@@ -34,9 +34,9 @@ def sink_tokens(
 ) -> list[int]:
     """The tokens that ``sink_prefix=setting`` stands for.
 
-    ``none``: nothing; ``bos``: the model's BOS token if it has one; ``document``: that, and a neutral text where
-    there is a tokenizer; all else is a text of the user's own, which is exactly its own tokens. ``encode`` must not
-    add special tokens; it is ``None`` where there is no tokenizer.
+    ``none``: no tokens. ``bos``: the model's BOS token, if it has one. ``document``: the BOS token, and a neutral
+    text if there is a tokenizer. Any other setting is a literal text of the user and stands for exactly its own
+    tokens. ``encode`` must not add special tokens. It is ``None`` if there is no tokenizer.
     """
     if setting == "none":
         return []

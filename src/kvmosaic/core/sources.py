@@ -1,4 +1,4 @@
-"""Which texts of a conversation are documents, and which one is the question."""
+"""Finds the documents and the question among the texts of a conversation."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmosaic.core.limits import MAX_DOCUMENTS
 
-# "Source 1: ", "[2] ", "3. " or a tag with a number: it says where a document stands, not what it is.
+# "Source 1: ", "[2] ", "3. " or a tag with a number: it depends on the position of a document, not on its content.
 _LABEL = re.compile(
     r"\s*(?:[\[(*#]{0,4}[^\W\d_]{0,20}[ \t]?#?\d{1,4}[\])*:.]{1,4}(?=\s)|<[^<>\n\d]{1,80}\d[^<>\n]{0,80}>)"
 )
@@ -20,24 +20,24 @@ _SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True)
 class Sources:
-    """What was found in a request."""
+    """Documents and question of a request."""
 
     documents: tuple[str, ...] = ()
-    """Texts without numbers before them and blanks around them, none twice."""
+    """Distinct texts, without labels before them and whitespace around them."""
     question: str | None = None
-    """What is asked last, if it is a part of its message."""
+    """The last question, if it is a text part of its message."""
 
 
 def find_sources(
     body: Mapping[str, Any], wanted: Collection[str], min_length: int = 1, most: int = MAX_DOCUMENTS
 ) -> Sources:
-    """The documents of a request's ``body``, of any API that vLLM serves, by those of ``config.sources`` that are
-    ``wanted``. At most ``most`` texts count, and none of fewer than ``min_length`` characters.
+    """The documents of a request's ``body``, of any API that vLLM serves. ``wanted``: the items of ``config.sources``
+    to use. Returns at most ``most`` documents, none of fewer than ``min_length`` characters.
 
     The last text part of a user's message is a question and never a document, unless another message of the user
-    follows it directly. The assistant's messages are answers. So what a text is does not change as the conversation
-    goes on, and vLLM's prefix cache finds it again. The first part of a system prompt is no document either: as the
-    prompt begins with it, that cache serves it exactly.
+    follows it directly. The assistant's messages are answers. By these rules, the role of a text does not change as
+    the conversation continues, so vLLM's prefix cache finds it again. The first part of a system prompt is not a
+    document either: the prompt begins with it, so that cache serves it exactly.
     """
     names = (_without_label(text) for source, text in _texts(body) if source in wanted)
     return Sources(tuple(islice(_each_once(names, min_length), most)), _question(body))
@@ -57,7 +57,7 @@ def _each_once(names: Iterator[str], min_length: int) -> Iterator[str]:
 
 
 def _texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Texts that may be documents, each with its source."""
+    """Candidate documents, each with its source."""
     for text in _all_strings(body.get("documents")):
         yield "documents", text
     for part in _list(body.get("system"))[1:]:
@@ -74,7 +74,7 @@ def _texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _context_parts(messages: list[dict[str, Any]], index: int) -> list[Any]:
-    """The parts of a message that are neither the system prompt nor a question or an answer."""
+    """The parts of a message that are neither system prompt nor question nor answer."""
     role, parts = messages[index].get("role"), _list(messages[index].get("content"))
     if role == "assistant":
         return []
@@ -91,7 +91,7 @@ def _is_followed_by_user(messages: list[dict[str, Any]], index: int) -> bool:
 
 
 def _of_part(part: Any) -> Iterator[tuple[str, str]]:
-    """Documents in a part of a message. Parts of other kinds, like images, have none."""
+    """Documents in a part of a message. Parts of other kinds, like images, contain none."""
     text = _text(part)
     if text is not None:
         yield "parts", text
@@ -106,7 +106,7 @@ def _of_part(part: Any) -> Iterator[tuple[str, str]]:
 
 
 def _question(body: Mapping[str, Any]) -> str | None:
-    """The last text part of the last message in which the user says something."""
+    """The last text part of the user's last message with text; ``None`` if that message is a single text."""
     for message in reversed(_messages(body)):
         content = message.get("content")
         if message.get("role") != "user" or not content:
@@ -131,7 +131,7 @@ def _last_text(parts: list[Any]) -> int:
 
 
 def texts_of(content: Any) -> Iterator[str]:
-    """The texts of what may be one text or a list of parts."""
+    """The texts of a message's content, which is one text or a list of parts."""
     if isinstance(content, str):
         yield content
     for part in _list(content):
@@ -141,14 +141,14 @@ def texts_of(content: Any) -> Iterator[str]:
 
 
 def _text(part: Any) -> str | None:
-    """The text of a part, if it is one."""
+    """The text of a part; ``None`` for other kinds of parts."""
     if isinstance(part, dict) and part.get("type") in _TEXT_PARTS:
         part = part.get("text")
     return part if isinstance(part, str) else None
 
 
 def _all_strings(value: Any) -> Iterator[str]:
-    """Every text in a list of documents, which are texts or objects; templates differ in which keys they write."""
+    """All texts in a list of documents, which are texts or objects, whose keys depend on the template."""
     waiting = [value]
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""The bytes each token stands for, so that text can be searched for inside token ids."""
+"""The bytes that each token stands for, so that text can be found in token ids."""
 
 import re
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 MAX_TOKEN_ID = 2**20
-"""Ids from which on tokens stand for no text; no vocabulary is as large."""
+"""Exclusive upper limit of token ids. Ids beyond it stand for no text; no vocabulary is that large."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE vocabularies use for the 256 bytes."""
+    """The printable characters that byte-level BPE vocabularies use for the 256 bytes."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -39,13 +39,13 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Maps a token id to its bytes *inside* a text (a leading space is kept), remembering each answer."""
+    """Maps token ids to their bytes *inside* a text (a leading space is kept). Results are cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._alphabet = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
         self._added = {int(i) for i in getattr(tokenizer, "added_tokens_decoder", {})}
-        # Decoders strip the space that starts a text; after an anchor token they keep it.
+        # Decoders strip a space at the start of a text, but keep it after an anchor token.
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._anchor_text = self._decode(self._anchor)
         self._known: dict[int, bytes] = {}
@@ -78,28 +78,28 @@ class PromptText:
 
     bytes: bytes
     starts: np.ndarray
-    """Where each token begins, and where the last one ends, ``[tokens + 1]`` int64."""
+    """Byte offset of each token, then the end of the last token: ``[tokens + 1]`` int64."""
 
     def token_at(self, offset: int) -> int | None:
         """The first token that begins at byte ``offset``; ``None`` if none does."""
-        starts = self.starts.data  # a single number is found in it faster than by numpy
+        starts = self.starts.data  # bisecting it is faster than numpy for a single number
         index = bisect_left(starts, offset)
         return index if index < len(starts) and starts[index] == offset else None
 
 
 class PromptTexts:
-    """Makes the :class:`PromptText` of prompts. All pieces lie in one array, so that 10,000 tokens take a fraction of
-    a millisecond."""
+    """Creates the :class:`PromptText` of prompts. The bytes of all known tokens are in one array, so that 10,000
+    tokens take a fraction of a millisecond."""
 
     def __init__(self, pieces: TokenBytes) -> None:
         self._pieces = pieces
         self._starts = np.zeros(0, dtype=np.int32)
         self._lengths = np.zeros(0, dtype=np.int32)
-        """Of a token's piece; -1 if it is not known yet."""
+        """Length of each token in bytes; -1 if it is not known yet."""
         self._all = np.zeros(0, dtype=np.uint8)
         self._used = 0
         self._lock = Lock()
-        """Tokens are learnt while prompts are read, and servers read several at a time."""
+        """Guards the arrays: reading a prompt adds its tokens, and servers read several prompts concurrently."""
 
     def of(self, ids: np.ndarray) -> PromptText:
         """``ids``: token ids, ``[tokens]`` int64."""
@@ -110,7 +110,7 @@ class PromptTexts:
         if not len(ids):
             return PromptText(b"", np.zeros(1, dtype=np.int64))
         if ids.min() < 0 or ids.max() >= MAX_TOKEN_ID:
-            ids = np.where((ids < 0) | (ids >= MAX_TOKEN_ID), MAX_TOKEN_ID, ids)  # those stand for nothing
+            ids = np.where((ids < 0) | (ids >= MAX_TOKEN_ID), MAX_TOKEN_ID, ids)  # these stand for no text
         missing = int(ids.max()) + 1 - len(self._lengths)
         if missing > 0:
             self._starts = np.concatenate([self._starts, np.zeros(missing, dtype=np.int32)])
@@ -123,7 +123,7 @@ class PromptTexts:
         lengths.cumsum(out=starts[1:])
         places = np.repeat(self._starts.take(ids) - starts[:-1].astype(np.int32), lengths)
         places += np.arange(len(places), dtype=np.int32)
-        return PromptText(self._all.take(places, mode="clip").tobytes(), starts)  # which is faster than indexing
+        return PromptText(self._all.take(places, mode="clip").tobytes(), starts)  # ``take`` is faster than indexing
 
     def _learn(self, tokens: list[int]) -> None:
         pieces = [self._pieces[token] for token in tokens]

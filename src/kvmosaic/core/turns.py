@@ -1,4 +1,4 @@
-"""Where the turns of a conversation end: at the tokens that chat templates put between messages."""
+"""Finds the ends of a conversation's turns: the tokens that chat templates put between messages."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def turn_markers(tokenizer: Any) -> frozenset[int]:
-    """Ids of the tokens that stand between messages: a tokenizer's special tokens, and its other added tokens that
-    the chat template writes. Some models do not call their role markers special. The token for unknown text is no
-    marker unless it has a second job: any document may contain it."""
+    """Ids of the tokens between messages: the special tokens of a tokenizer, and its other added tokens that the chat
+    template contains, because some models do not mark their role markers as special. The token for unknown text is
+    not a marker, because any document may contain it, unless it is also the BOS or EOS token."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     template = str(getattr(tokenizer, "chat_template", None) or "")
     unknown = getattr(tokenizer, "unk_token_id", None)
@@ -22,8 +22,8 @@ def turn_markers(tokenizer: Any) -> frozenset[int]:
 
 
 def turn_ends(tokens: Sequence[int], markers: frozenset[int], positions: Sequence[int]) -> list[int]:
-    """For each of ``positions`` the first marker at or behind it, where its turn ends; ``len(tokens)`` if there is
-    none."""
+    """For each of ``positions``, the end of its turn: the position of the first marker at or after it, or
+    ``len(tokens)`` if there is none."""
     ends = [index for index, token in enumerate(tokens) if token in markers] if markers else []
     ends.append(len(tokens))
     return [ends[bisect_left(ends, position)] for position in positions]

@@ -1,1 +1,1 @@
-"""Tensor operations that move KV. Each has a torch reference that runs everywhere."""
+"""Tensor operations that move KV. Each has a torch reference that runs on any device."""

@@ -1,7 +1,7 @@
-"""Between entries and an engine's paged KV cache: all layers and all chunks of a request in one launch.
+"""Copies between entries and an engine's paged KV cache, for all layers and all chunks of a request in one launch.
 
-``scatter`` copies entries into blocks and turns their keys on the way; ``gather`` copies blocks into entries.
-Each is a Triton kernel beside a torch reference of the same meaning, which runs everywhere.
+``scatter`` copies entries into blocks and turns their keys on the way. ``gather`` copies blocks into entries. Each is
+a Triton kernel with an equivalent torch reference that runs on any device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,39 +19,40 @@ from kvmosaic.core.window import WHOLE, WindowTails
 try:
     import triton
     import triton.language as tl
-except ImportError:  # then the torch reference is all there is, and nobody asks for the kernel
+except ImportError:  # only the torch reference is available, and the kernel is not used
     triton = None
 
 TILE = 32
-"""Tokens that the kernel moves at a time, in one layer."""
+"""Number of tokens that the kernel moves at a time, in one layer."""
 FEW_PROGRAMS = 32
-"""Enough to keep a bus busy that is far slower than the GPU's own memory, few enough to leave most of the GPU to
-others."""
+"""Number of programs for entries in host memory: enough to saturate the bus, which is far slower than the GPU's own
+memory, and few enough to leave most of the GPU to other work."""
 
 
 class Move(NamedTuple):
-    """An entry and its place in a paged sequence."""
+    """An entry and its position in a paged sequence."""
 
     data: torch.Tensor
-    """``[heads, numbers]`` like an entry's, contiguous; in device memory, or pinned in the host's."""
+    """``[heads, numbers]`` like the data of an entry, contiguous, in device memory or pinned host memory."""
     tokens: int
     old: int
-    """Position its first token was computed at."""
+    """Position at which its first token was computed."""
     new: int
     """Position of its first token in the paged sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class PagedCaches:
-    """The KV cache of an engine, as the kernel sees it."""
+    """The KV cache of an engine, in the form that the kernel needs."""
 
     layers: Sequence[torch.Tensor]
-    """Per layer ``[blocks, heads, block_size, k_dim + v_dim]``: K, then V; any strides but the last, equal in all."""
+    """Per layer ``[blocks, heads, block_size, k_dim + v_dim]``: K, then V. Strides are the same in all layers, the
+    last is 1."""
     k_dim: int
     tables: Sequence[torch.Tensor | None]
-    """Per layer the rotary table ``[positions, width]``, cos then sin; ``None`` where keys do not turn."""
+    """Per layer the rotary table ``[positions, width]``, cos then sin; ``None`` if the layer's keys do not turn."""
     columns: RotaryColumns | None
-    """Which columns of K turn, in all layers that have a table."""
+    """The columns of K that turn, in all layers with a table."""
 
     def __post_init__(self) -> None:
         assert len({layer.stride() for layer in self.layers}) == 1
@@ -76,7 +77,7 @@ class PagedCaches:
 
     @cached_property
     def pointers(self) -> torch.Tensor:
-        """``[2, layers]`` addresses of the layers and of their tables, 0 for none."""
+        """``[2, layers]``: addresses of the layers and of their tables, 0 for no table."""
         tables = [0 if table is None else table.data_ptr() for table in self.tables]
         addresses = [[layer.data_ptr() for layer in self.layers], tables]
         return torch.tensor(addresses, dtype=torch.int64, device=self.layers[0].device)
@@ -85,8 +86,8 @@ class PagedCaches:
 def scatter(
     moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], first: int = 0, tails: WindowTails = WHOLE
 ) -> None:
-    """Copy entries, which keep what ``tails`` say, into the sequence in ``blocks``, except to positions below
-    ``first``; keys are turned."""
+    """Copy entries, which keep the tokens given by ``tails``, into the sequence in ``blocks``, and turn their keys.
+    Positions below ``first`` are not written."""
     for _ in _launch(moves, caches, blocks, first, tails, into_cache=True, groups=[range(len(caches.layers))]):
         pass
 
@@ -99,13 +100,13 @@ def scatter_slowly(
     tails: WindowTails,
     groups: Sequence[range],
 ) -> Iterator[range]:
-    """:func:`scatter` for entries in host memory, beside other work: some layers after the others, each of ``groups``
-    named when it was launched."""
+    """:func:`scatter` for entries in host memory, in parallel with other work. Launches one group of layers after the
+    other, and yields each of ``groups`` after its launch."""
     return _launch(moves, caches, blocks, first, tails, into_cache=True, groups=groups, programs=FEW_PROGRAMS)
 
 
 def gather(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int]) -> None:
-    """Copy the sequence in ``blocks`` into the ``data`` of each move, as it is and all of it."""
+    """Copy the tokens of each move from the sequence in ``blocks`` into its ``data``: all layers, keys not turned."""
     for _ in _launch(moves, caches, blocks, 0, WHOLE, into_cache=False, groups=[range(len(caches.layers))]):
         pass
 
@@ -143,7 +144,7 @@ def gather_reference(moves: Sequence[Move], caches: PagedCaches, blocks: Sequenc
 
 
 def _rows(move: Move, caches: PagedCaches, layer: int, tails: WindowTails) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer of an entry, views ``[heads, kept tokens, dim]``."""
+    """K and V of one layer of an entry, as views ``[heads, kept tokens, dim]``."""
     begin = tails.begins(layer, move.tokens)[-1] * (caches.k_dim + caches.v_dim)
     kept, heads = tails.kept(layer, move.tokens), caches.heads
     split, end = begin + kept * caches.k_dim, begin + kept * (caches.k_dim + caches.v_dim)
@@ -171,14 +172,14 @@ def _launch(
     groups: Sequence[range],
     programs: int | None = None,
 ) -> Iterator[range]:
-    """A launch over tiles of tokens times layers for each of ``groups``, which is named then. Copies its small plan
-    to the device; waits for nothing. ``programs``: the most that share a launch."""
+    """Launch the kernel over tiles of tokens times layers, once for each of ``groups``, and yield the group after its
+    launch. Copies a small plan to the device and waits for nothing. ``programs``: maximum per launch."""
     if not moves:
         return
     _check(moves, caches, tails)
     heads, layers = caches.heads, len(caches.layers)
     assert len(blocks) * caches.block_size >= max(move.new + move.tokens for move in moves)
-    # Per tile: address of the entry, its tokens, first token of the tile, where that was computed, where it goes.
+    # Per tile: address of the entry, its tokens, first token of the tile, and the old and new position of that token.
     whole = np.array([(move.data.data_ptr(), move.tokens, 0, move.old, move.new) for move in moves], dtype=np.int64)
     counts = -(-whole[:, 1] // TILE)
     tiles = np.repeat(whole, counts, axis=0)
@@ -229,17 +230,20 @@ def _launch(
 
 
 def _check(moves: Sequence[Move], caches: PagedCaches, tails: WindowTails) -> None:
-    """Raise a ``ValueError`` if an entry is not what the cache takes: more of it would go to others' blocks."""
+    """Raise a ``ValueError`` if an entry does not have the shape, dtype and layout that the cache needs: the kernel
+    could access memory outside the entry."""
     layers, width, dtype = len(caches.layers), caches.k_dim + caches.v_dim, caches.layers[0].dtype
     for move in moves:
         shape = (caches.heads, tails.rows(layers, move.tokens) * width)
         if move.data.shape != shape or move.data.dtype != dtype or not move.data.is_contiguous():
-            raise ValueError(f"an entry of {tuple(move.data.shape)} {move.data.dtype} where {shape} {dtype} belongs")
+            raise ValueError(
+                f"an entry of {tuple(move.data.shape)} {move.data.dtype} where {shape} {dtype} is needed"
+            )
 
 
 @lru_cache(maxsize=16)
 def _windowed(layers: int, tails: WindowTails, device: torch.device) -> torch.Tensor:
-    """``[2, layers]``: whether a layer keeps only a tail, and how many before it do."""
+    """``[2, layers]``: whether a layer keeps only a tail, and the number of earlier layers that do."""
     cut = [int(layer in tails.layers) for layer in range(layers)]
     return torch.tensor([cut, [0, *accumulate(cut)][:-1]], dtype=torch.int64, device=device)
 
@@ -249,7 +253,7 @@ def _triton_type(dtype: torch.dtype) -> Any:
 
 
 if triton is not None:
-    # These differ from request to request. Made for what divides them, the kernel would be compiled again and again.
+    # These differ from request to request. Specialized on their divisibility, the kernel would be recompiled often.
     @triton.jit(
         do_not_specialize=["num_tiles", "first_layer", "work", "first"], do_not_specialize_on_alignment=["blocks"]
     )
@@ -345,7 +349,7 @@ if triton is not None:
         TABLE_DTYPE: tl.constexpr,
         TILE: tl.constexpr,
     ):
-        # Entries and caches are aligned to 16 bytes; said so, loads are as wide as the hardware has them.
+        # Entries and caches are aligned to 16 bytes. With this hint, loads are as wide as the hardware allows.
         entry = tl.multiple_of(tl.load(tile).to(tl.pointer_type(DTYPE)), 16)
         tokens = tl.load(tile + 1)
         rows = tl.load(tile + 2) + tl.arange(0, TILE)
@@ -356,7 +360,7 @@ if triton is not None:
         cache = tl.multiple_of(tl.load(cache_addresses + layer).to(tl.pointer_type(DTYPE)), 16)
         slots = cache + (block * stride_block + (new % BLOCK) * stride_token)
         if WINDOWED > 0:
-            # Layers that keep a tail only have their rows counted from its first token.
+            # In layers that keep only a tail, rows are counted from the first token of the tail.
             tail = tl.minimum(tokens, TAIL)
             windowed_before = tl.load(windowed + LAYERS + layer)
             entry += ((layer - windowed_before) * tokens + windowed_before * tail) * (K_DIM + V_DIM)
@@ -373,7 +377,7 @@ if triton is not None:
             address = tl.load(table_addresses + layer)
             table = address.to(tl.pointer_type(TABLE_DTYPE))
             pair = tl.arange(0, PAIRS_PADDED)
-            # What stays where it was is copied bit for bit: products that cancel need not, once they are fused.
+            # Keys that keep their position are copied bit for bit. Fused products might not cancel exactly.
             turning = (live & (old != new))[:, None] & (pair < tl.where(address != 0, PAIRS, 0))[None, :]
             at_old = table + old[:, None] * (2 * PAIRS) + pair[None, :]
             at_new = table + new[:, None] * (2 * PAIRS) + pair[None, :]

@@ -1,8 +1,8 @@
 """Attention of any tokens of paged sequences over everything at or before their own positions.
 
-Backends take runs of consecutive tokens and read a sequence's whole KV for each of them. Here tokens share a
-tile however far apart they stand, and every tile reads the KV once: lone tokens cost hardly more than a run. Where
-tiles are too few to keep a GPU busy, several programs share a tile's keys, and their results are put together.
+Backends take runs of consecutive tokens and read a sequence's whole KV for each run. Here tokens share a tile however
+far apart they are, and every tile reads the KV once. Single tokens cost hardly more than a run. If there are too few
+tiles to keep a GPU busy, several programs share the keys of a tile, and their results are combined.
 """
 
 from collections.abc import Sequence
@@ -15,36 +15,35 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # then the torch reference is all there is, and nobody asks for the kernel
+except ImportError:  # only the torch reference is available, and the kernel is not used
     triton = None
 
 ROWS = 128
-"""Rows of a tile: tokens times the query heads that share a KV head."""
+"""Number of rows of a tile: tokens times the query heads that share a KV head."""
 RANGE_KEYS, STEP = 512, 128
-"""Keys up to which a tile is never cut; key ranges begin at its multiples."""
+"""Number of keys up to which a tile is never split, and the alignment of key ranges."""
 
 
 class Asking(NamedTuple):
-    """Tokens of one paged sequence."""
+    """The query tokens of one paged sequence."""
 
     positions: np.ndarray
-    """Ascending, ``[tokens]``."""
+    """Positions of the tokens, ``[tokens]``, ascending."""
     blocks: Sequence[int]
-    """Cover all of ``positions``."""
+    """Blocks of the sequence; they cover all of ``positions``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """Who asks, in a form that all layers share."""
+    """The query tokens of a pass, in a form that all layers share."""
 
     positions: torch.Tensor
-    """``[tokens]`` int32, of all sequences."""
+    """``[tokens]`` int32, for all sequences."""
     key_ranges: torch.Tensor
-    """``[ranges, 6]`` int32: a tile's first token, end, sequence, first key to read, end, and the slot that the
-    result waits in for those of the tile's other ranges, or -1 where there are none; those with most to read
-    first."""
+    """``[ranges, 6]`` int32: first token of the tile, its end, its sequence, first key to read, end of the keys, and
+    the slot for the partial result, or -1 if the tile has no other ranges. The longest ranges come first."""
     split: torch.Tensor
-    """``[tiles, 4]`` int32, of the tiles with several ranges: first token, end, first slot, end."""
+    """``[tiles, 4]`` int32, for the tiles with several ranges: first token, end, first slot, end of the slots."""
     slots: int
     blocks: torch.Tensor
     """``[sequences, blocks]`` int32."""
@@ -53,8 +52,8 @@ class Queries:
 
     @classmethod
     def of(cls, sequences: Sequence[Asking], group: int, device: torch.device, at_once: int) -> "Queries":
-        """Put the tokens of some sequences, one after the other, into tiles, and these, if they are fewer than
-        ``at_once``, into about that many ranges of equal size."""
+        """Divide the tokens of the sequences into tiles. If there are fewer tiles than ``at_once``, divide these into
+        about that many key ranges of equal size."""
         size = ROWS // group
         assert size, f"{group} query heads share a KV head; at most {ROWS} may"
         found, first = [], 0
@@ -80,7 +79,7 @@ class Queries:
 
 
 def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
-    """``key_ranges`` and ``split`` of some tiles ``[tiles, 4]``: first token, end, sequence, keys."""
+    """``key_ranges`` and ``split`` for ``tiles`` ``[tiles, 4]``: first token, end, sequence, number of keys."""
     keys = tiles[:, 3]
     enough = keys.max() if len(tiles) >= at_once else keys.sum() // at_once
     most = -(-max(RANGE_KEYS, int(enough)) // STEP) * STEP
@@ -89,7 +88,7 @@ def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
     ends = slots.cumsum()
     split = np.stack([tiles[:, 0], tiles[:, 1], ends - slots, ends], axis=1)[counts > 1]
     tile = np.repeat(np.arange(len(tiles)), counts)
-    place = np.arange(len(tile)) - (counts.cumsum() - counts)[tile]  # among the ranges of its tile
+    place = np.arange(len(tile)) - (counts.cumsum() - counts)[tile]  # index among the ranges of its tile
     width = (-(-keys // (counts * STEP)) * STEP)[tile]
     first, end = place * width, np.minimum((place + 1) * width, keys[tile])
     slot = np.where(counts[tile] > 1, (ends - slots)[tile] + place, -1)
@@ -98,7 +97,7 @@ def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def key_ranges_at_once(device: torch.device, kv_heads: int) -> int:
-    """How many key ranges keep a GPU busy, which computes one on each of its processors."""
+    """Number of key ranges that keep a GPU busy. Each of its multiprocessors computes one range of one KV head."""
     return max(1, torch.cuda.get_device_properties(device).multi_processor_count // kv_heads)
 
 
@@ -110,22 +109,23 @@ def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
 def sparse_attention(
     q: torch.Tensor, cache: torch.Tensor, queries: Queries, scale: float, window: int | None, out: torch.Tensor
 ) -> None:
-    """Attention of ``q`` ``[tokens, heads, k_dim]`` into ``out`` ``[tokens, heads, v_dim]``. ``cache`` ``[blocks,
-    kv_heads, block_size, k_dim + v_dim]`` has K, then V, also those of the tokens that ask; each sees the last
-    ``window`` positions up to its own, or all. In a fixed order: the same numbers every time."""
+    """Attention of ``q`` ``[tokens, heads, k_dim]`` into ``out`` ``[tokens, heads, v_dim]``. ``cache``
+    ``[blocks, kv_heads, block_size, k_dim + v_dim]`` has K, then V, including those of the query tokens. Each token
+    sees the last ``window`` positions up to its own, or all. Results are deterministic: the order of operations is
+    fixed."""
     tokens, heads, k_dim = q.shape
     v_dim = out.shape[2]
     assert cache.shape[1] * queries.group == heads
     assert cache.shape[3] == k_dim + v_dim
     assert cache.stride(3) == q.stride(2) == out.stride(2) == 1
     assert len(queries.positions) == tokens
-    # What a program holds of K and V at a time has to fit into shared memory, twice or more to be read ahead.
+    # The K and V that a program holds at a time have to fit into shared memory, several times if they are prefetched.
     row_bytes = triton.next_power_of_2(max(k_dim, v_dim)) * q.element_size()
     keys, stages = (STEP, 3) if row_bytes <= 256 else (32, 2) if row_bytes <= 512 else (16, 1)
     kv_heads, slots = cache.shape[1], queries.slots
     v_padded = triton.next_power_of_2(v_dim)
     partial = torch.empty(slots, kv_heads, ROWS, v_padded, device=q.device)  # sums of weighted values
-    sums = torch.empty(slots, kv_heads, 2, ROWS, device=q.device)  # of weights; and the highest score
+    sums = torch.empty(slots, kv_heads, 2, ROWS, device=q.device)  # sums of weights, and the highest scores
     _attend[(kv_heads, len(queries.key_ranges))](
         q,
         cache,
@@ -135,7 +135,7 @@ def sparse_attention(
         queries.positions,
         queries.key_ranges,
         queries.blocks,
-        scale * 1.4426950408889634,  # the kernel's powers are of two
+        scale * 1.4426950408889634,  # the kernel uses powers of two
         *q.stride()[:2],
         *cache.stride()[:3],
         *out.stride()[:2],
@@ -162,7 +162,7 @@ def sparse_attention(
 def sparse_attention_reference(
     q: torch.Tensor, cache: torch.Tensor, queries: Queries, scale: float, window: int | None, out: torch.Tensor
 ) -> None:
-    """:func:`sparse_attention` in torch operations, one token after the other."""
+    """:func:`sparse_attention` in torch operations, token by token."""
     k_dim = q.shape[2]
     for first, end, sequence, begin, *_ in queries.key_ranges.tolist():
         for token in range(first, end) if begin == 0 else ():
@@ -176,7 +176,7 @@ def sparse_attention_reference(
 
 
 if triton is not None:
-    # The table is as wide as the longest sequence; made for what divides that, this would be compiled anew.
+    # The table is as wide as the longest sequence. Specialized on that width, the kernel would be recompiled.
     @triton.jit(do_not_specialize=["stride_blocks"])
     def _attend(  # type: ignore[no-untyped-def]
         q,
@@ -215,7 +215,7 @@ if triton is not None:
         row = tl.arange(0, ROWS)
         token = first + row // GROUP
         live = token < end
-        # Tokens ascend, so that the first and the last bound what the tile sees.
+        # Positions ascend, so the first and the last one bound the keys that the tile sees.
         lowest, highest = tl.load(positions + first), tl.load(positions + end - 1)
         position = tl.where(live, tl.load(positions + token, mask=live, other=0), highest)
         q_head = head * GROUP + row % GROUP
@@ -226,11 +226,11 @@ if triton is not None:
             other=0.0,
         )
         cache += head * stride_head
-        most = tl.full([ROWS], -1e30, tl.float32)  # finite: a row may see nothing of the first keys
+        most = tl.full([ROWS], -1e30, tl.float32)  # finite, because a row may see none of the first keys
         total = tl.zeros([ROWS], tl.float32)
         result = tl.zeros([ROWS, V_PADDED], tl.float32)
 
-        # Keys that all rows see, then those that only some do; within windows there may be none of the first.
+        # First the keys that all rows see, then those that only some see. With a window, all count as the latter.
         begin = tl.maximum(tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS, first_key) if WINDOW > 0 else first_key
         common = begin if WINDOW > 0 else tl.minimum((lowest + 1) // KEYS * KEYS, end_key)
         for start in range(begin, common, KEYS):
@@ -269,7 +269,7 @@ if triton is not None:
         V_DIM: tl.constexpr,
         V_PADDED: tl.constexpr,
     ):
-        """Put the results of a tile's key ranges together."""
+        """Combine the results of a tile's key ranges."""
         head = tl.program_id(0)
         tile = tiles + tl.program_id(1) * 4
         first, end = tl.load(tile), tl.load(tile + 1)
@@ -320,7 +320,7 @@ if triton is not None:
         PRECISION: tl.constexpr,
         MASKED: tl.constexpr,
     ):
-        """Take in the next keys and values. ``MASKED``: not all rows see all of them."""
+        """Process the next keys and values. ``MASKED``: not all rows see all of them."""
         key = start + tl.arange(0, KEYS)
         k_column, v_column = tl.arange(0, K_PADDED)[:, None], tl.arange(0, V_PADDED)[None, :]
         inside = key <= highest

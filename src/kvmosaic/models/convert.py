@@ -1,4 +1,4 @@
-"""From a GGUF file to an ordinary Hugging Face folder."""
+"""Converts a GGUF file to an ordinary Hugging Face folder."""
 
 import functools
 import threading
@@ -18,13 +18,13 @@ def convert(gguf_file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     class Reader(gguf.GGUFReader):
-        """Holds the mapped file as a plain array: slicing a `memmap` is several times slower."""
+        """Keeps the mapped file as a plain array, because slicing a `memmap` is several times slower."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
-    # transformers parses the file anew for config, weights and tokenizer, and builds the same name
-    # table once per layer: remembering both makes the conversion three times faster.
+    # transformers parses the file separately for config, weights and tokenizer, and builds the same name table
+    # once per layer. Caching both makes the conversion three times faster.
     open_once = functools.cache(Reader)
     map_once = functools.cache(gguf.get_tensor_name_map)
     with (
@@ -40,11 +40,11 @@ def convert(gguf_file: Path, folder: Path) -> None:
 
 
 def _unquantised(model: Any) -> Any:
-    """The same weights in a model that does not know they came from GGUF, which cannot be saved."""
+    """The same weights in a model that is not marked as quantized GGUF: a marked model cannot be saved."""
     import torch
 
     del model.config.quantization_config
-    with torch.device("meta"):  # no memory of its own: it takes over the tensors it is given
+    with torch.device("meta"):  # allocates no memory: the given tensors are assigned
         plain = type(model)(model.config)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.generation_config = model.generation_config
@@ -52,7 +52,7 @@ def _unquantised(model: Any) -> Any:
 
 
 def _fix_tokenizer(tokenizer: Any, reader: Any) -> None:
-    """Add what the file asks for and transformers leaves out: the BOS token and splitting digits."""
+    """Add two features that the file requests and transformers ignores: the BOS token and splitting of digits."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from tokenizers.processors import TemplateProcessing
 

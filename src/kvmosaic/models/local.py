@@ -1,4 +1,4 @@
-"""Models on this machine: pull one, find one."""
+"""Pulls models to this machine and finds them."""
 
 import logging
 import os
@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def models_dir() -> Path:
-    """The folder of all pulled models; the environment variable KVMOSAIC_MODELS_DIR moves it."""
+    """The folder of all pulled models. The environment variable KVMOSAIC_MODELS_DIR sets it."""
     chosen = os.environ.get("KVMOSAIC_MODELS_DIR")
     return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("kvmosaic")) / "models"
 
@@ -34,12 +35,12 @@ def installed() -> dict[str, Path]:
 
 
 def resolve(model: str) -> str:
-    """What to give a model loader: a catalog name becomes its folder, a folder or a hub name stays as it is."""
+    """The argument for a model loader. A catalog name becomes its folder; a folder or a hub name is unchanged."""
     if model in CATALOG:
         return str(pull(model))
     if "/" not in model and not Path(model).exists():
         raise KvmosaicError(
-            f"no model {model!r}: it is no folder and not one of {', '.join(CATALOG)}; "
+            f"no model {model!r}: it is neither a folder nor one of {', '.join(CATALOG)}; "
             "names on the hub have an owner, like owner/name"
         )
     return model
@@ -66,7 +67,7 @@ def pull(name: str, progress: Callable[[str], None] = _log.info) -> Path:
         try:
             folder.rename(target)
         except OSError as error:
-            # Another process that pulled at the same time may have been first: its folder is as good.
+            # Another process that pulled at the same time may have been first. Its folder is equivalent.
             if not _complete(target):
                 raise KvmosaicError(f"Cannot put {name} at {target} ({error.strerror}); delete it.") from error
     progress(f"{name} is at {target}")
@@ -78,7 +79,8 @@ def _complete(folder: Path) -> bool:
 
 
 def _sweep() -> None:
-    """Delete what killed pulls left behind; a recent folder may belong to a pull still running."""
+    """Delete the remains of killed pulls. Recent folders are kept, because their pull may still be running."""
     for leftover in models_dir().glob(".pull-*"):
-        if time.time() - leftover.stat().st_mtime > _ABANDONED_AFTER_S:
-            shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process may be sweeping
+            if time.time() - leftover.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(leftover, ignore_errors=True)

@@ -1,6 +1,7 @@
-"""Files of learned sinks."""
+"""Saves and loads files of learned sinks."""
 
 import json
+import os
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -16,9 +17,9 @@ _FORMAT_KEY, _ABOUT_KEY = "kvmosaic_sink_format", "about"
 
 
 def save_sink(sink: LearnedSink, path: Path) -> None:
-    """Put it at ``path``, all of it or nothing."""
+    """Write a sink to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.new")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     tensors = {"k": sink.k.contiguous(), "v": sink.v.contiguous(), "witness": sink.witness.contiguous()}
     try:
         save_file(tensors, scratch, {_FORMAT_KEY: FORMAT, _ABOUT_KEY: sink.about.model_dump_json()})
@@ -35,7 +36,7 @@ def load_sink(path: str | Path) -> LearnedSink:
             about = file.metadata() or {}
             if about.get(_FORMAT_KEY) != FORMAT:
                 raise ConfigError(f"{path}: not a sink of format {FORMAT}; make one with `kvmosaic tune`")
-            # Copies, because the file is mapped and may be replaced while an engine runs.
+            # Cloned, because the file is mapped and may be replaced while an engine runs.
             k, v, witness = (file.get_tensor(name).clone() for name in ("k", "v", "witness"))
         return LearnedSink(k, v, witness, SinkAbout.model_validate(json.loads(about[_ABOUT_KEY])))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a tier is, and what a lookup answers."""
+"""The interface of tiers, and the results of lookups."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ class MissReason(str, Enum):
     CORRUPT = "corrupt"
     """A stored copy failed its checks and was set aside."""
     COLLISION = "collision"
-    """The key is there, but for other tokens."""
+    """The stored entry has this key but other tokens."""
     ERROR = "error"
-    """A tier failed, so nobody knows."""
+    """A tier failed, so it is unknown whether the entry is stored."""
     SLOW = "slow-tier"
-    """Only a tier has it that was not to be waited for."""
+    """Only a slow tier has it, and the lookup does not wait for slow tiers."""
 
 
 class LookupResult(NamedTuple):
@@ -47,66 +47,66 @@ class Fetched(NamedTuple):
 
 
 class EntryInfo(NamedTuple):
-    """One stored entry; ``tier`` is the fastest one that holds it, ``nbytes`` what it takes there."""
+    """One stored entry. ``tier`` is the fastest tier that holds it, ``nbytes`` its size there."""
 
     key: ChunkKey
     nbytes: int
     tier: str
     pinned: bool
     since: float | None = None
-    """When it was stored, as far as is known, in seconds since 1970."""
+    """Time it was stored, if known, in seconds since 1970."""
     hits: int | None = None
-    """Number of lookups of this process that found it. From a tier: of reads by engines, where the tier counts."""
+    """Number of lookups of this process that found it; from a tier, number of reads by engines, if it counts them."""
     kind: EntryKind | None = None
 
 
 class CorruptEntryError(KvmosaicError):
-    """A stored copy is not what was put; it is never served."""
+    """A stored copy differs from the entry that was put. It is never served."""
 
 
 TIER_ERRORS = (OSError, MemoryError, RuntimeError)
-"""What a tier may raise: torch has runtime errors for memory that cannot be had or pinned."""
+"""Exceptions that a tier may raise. torch raises runtime errors for memory that cannot be allocated or pinned."""
 
 
 class TierDownError(OSError):
-    """A tier as a whole cannot be used now. Whoever raises it has told the user so, once."""
+    """A tier as a whole cannot be used now. The code that raises it has already logged that, once."""
 
 
 class Tier(ABC):
-    """A place entries live.
+    """A place that stores entries.
 
-    A tier only stores. What to evict, promote or demote is the manager's business, so a tier is these
-    few methods, each called from several threads at once. Any of them may raise ``OSError``: the
-    manager counts it, logs it once and goes on with the other tiers.
+    A tier only stores; the manager decides what to evict, promote or demote. All methods are called from several
+    threads at once. Any of them may raise ``OSError``: the manager counts it, logs it once and continues with the
+    other tiers.
     """
 
     name: str
     capacity: int | None
-    """Byte budget the manager keeps this tier within; ``None`` for a tier that looks after itself."""
+    """Byte budget that the manager enforces; ``None`` for a tier that evicts entries by itself."""
     is_far: bool = False
-    """Whether asking takes a round trip to another machine: then it is asked about many keys at once, and never
-    while others wait for a lock."""
+    """Whether a call takes a round trip to another machine. Such a tier is asked about many keys at once, and never
+    with a lock held."""
     shares_budget: bool = False
-    """Whether other processes use up the same budget: then what is there is counted anew from time to time."""
+    """Whether other processes use the same budget. Such a tier is listed again from time to time."""
     is_slow: bool = True
-    """Whether it is outside of this process: a call may take long, or for ever, so it is none of those that others
-    wait for with a lock held; and entries outlive the process."""
+    """Whether it is outside this process. A call may take long or never return, so none is made with a lock held.
+    Entries outlive the process."""
     is_up: bool = True
-    """Whether calls are let through at all."""
+    """Whether calls are let through."""
     set_aside: int = 0
-    """Stored copies that failed their checks so far."""
+    """Number of stored copies that failed their checks so far."""
     progress: int = 0
-    """Grows while a call gets on that goes through many entries."""
+    """Counter that grows while a call over many entries makes progress."""
 
     @abstractmethod
     def size(self, key: ChunkKey) -> int | None:
-        """Bytes the stored copy takes; ``None`` when there is none. Asked of the place itself, which
-        another process may be changing, and without reading the entry."""
+        """Bytes the stored copy takes; ``None`` when there is none. Checks the place itself, which another process
+        may be changing, without reading the entry."""
 
     @abstractmethod
     def get(self, key: ChunkKey) -> ChunkKV | None:
-        """The entry as it was put, or ``None``. Raises :class:`CorruptEntryError` when the stored copy
-        fails its checks, after seeing to it that it is not met again."""
+        """The entry as it was put, or ``None``. Raises :class:`CorruptEntryError` when the stored copy fails its
+        checks, after making sure that the copy is not read again."""
 
     @abstractmethod
     def nbytes(self, entry: ChunkKV) -> int:
@@ -114,45 +114,45 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, entry: ChunkKV) -> int:
-        """Store an entry, all of it or nothing; the bytes it now takes."""
+        """Store an entry, completely or not at all. Returns the bytes it takes."""
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> None:
-        """Drop an entry; one that is not there is no error."""
+        """Delete an entry. An absent entry is no error."""
 
     @abstractmethod
     def scan(self) -> Iterator[EntryInfo]:
-        """Every entry that is there, oldest first (``pinned`` is always false: a tier knows no pins)."""
+        """All stored entries, oldest first. ``pinned`` is always false: tiers know nothing about pins."""
 
     def prepare(self) -> None:  # noqa: B027 - memory is ready
-        """Make the place ready, before it is used. Raises an ``OSError`` if it cannot be used at all."""
+        """Prepare the place before it is used. Raises an ``OSError`` if it cannot be used at all."""
 
     def call_when_up(self, call: Callable[[], None]) -> None:  # noqa: B027 - memory is never down
-        """Have ``call`` made whenever the place can be used again after it was down."""
+        """Register ``call``, which is made whenever the place can be used again after it was down."""
 
     def check(self) -> None:  # noqa: B027 - memory can always be reached
         """Raise an ``OSError`` if the place cannot be reached."""
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of ``keys`` are there."""
+        """Whether each of ``keys`` is stored."""
         return [self.size(key) is not None for key in keys]
 
     def get_all(self, keys: Sequence[ChunkKey]) -> Iterator[tuple[ChunkKey, Callable[[], ChunkKV | None]]]:
-        """For each key in turn what :meth:`get` does, to be called before the next one is asked for. Some may have
-        been read together."""
+        """For each key, in order, a function that does what :meth:`get` does. It has to be called before the next
+        pair is requested. Several entries may have been read together."""
         for key in keys:
             yield key, partial(self.get, key)
 
     def delete_all(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop many entries; if some cannot be, all others are, before one error is raised."""
+        """Delete many entries. If some cannot be deleted, the others still are, before one error is raised."""
         failure: OSError | None = None
         for key in keys:
             try:
                 self.delete(key)
-            except OSError as error:  # noqa: PERF203 - the others have to go all the same
+            except OSError as error:  # noqa: PERF203 - the others still have to be deleted
                 failure = failure or error
         if failure is not None:
             raise failure
 
     def close(self) -> None:  # noqa: B027 - most tiers hold nothing that needs closing
-        """Let go of connections and the like. Entries stay."""
+        """Release connections and other resources. Entries stay."""

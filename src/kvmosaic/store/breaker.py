@@ -1,4 +1,4 @@
-"""A deadline around every call of a place that may hang, and no calls at all while it is down."""
+"""A deadline for every call to a place that may hang, and no calls while the place is down."""
 
 import logging
 import threading
@@ -15,24 +15,24 @@ T = TypeVar("T")
 Count = Callable[[], int]
 
 SLOWEST_BYTES_PER_SECOND = 50e6
-"""A transfer may take as long as at this rate, on top of the deadline."""
+"""Minimum rate of a transfer. A call may take its bytes divided by this rate, on top of the deadline."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
-    """Runs calls in other threads and waits for each no longer than its deadline: name resolution, foreign libraries
-    and file systems cannot be told one. After the first call that fails no other is let through, until a probe in the
-    background succeeds. So a place that dies costs its users one deadline, once.
+    """Runs calls in other threads and waits for each no longer than its deadline, because name resolution, foreign
+    libraries and file systems accept none. After the first call that fails, no other is let through until a probe in
+    the background succeeds. So a place that dies costs its users one deadline, once.
 
-    A call that was left behind may still do something, so none is let through before it has ended. It follows that
-    there are never more threads left behind than there were calls at once."""
+    An abandoned call may still have an effect, so no other is let through before it has ended. Therefore there are
+    never more abandoned threads than there were concurrent calls."""
 
     def __init__(
         self, name: str, deadline_s: float, probe: Callable[[], object], harmless: tuple[type[Exception], ...]
     ) -> None:
-        """``probe`` is any call of the place; it may take its time. ``harmless`` errors say nothing about the place
-        as a whole, and are raised as they are."""
+        """``probe`` is any call to the place; it has no deadline. ``harmless`` errors say nothing about the place as
+        a whole and are raised unchanged."""
         self._name = name
         self._deadline_s = deadline_s
         self._probe = probe
@@ -40,7 +40,7 @@ class Breaker:
         self._threads = Threads()
         self._lock = threading.Lock()
         self._down: str | None = None
-        """Why calls are not let through."""
+        """Reason why calls are not let through; ``None`` while they are."""
         self._left_behind: list[Call[Any]] = []
         self.when_up: Callable[[], None] = lambda: None
         """Called in a thread of its own whenever calls are let through again."""
@@ -54,9 +54,9 @@ class Breaker:
         return self._down is None
 
     def call(self, function: Callable[[], T], nbytes: Count = lambda: 0, progress: Count = lambda: 0) -> T:
-        """``function()``, which moves ``nbytes()`` bytes, a number known when the deadline is over at the latest. As
-        long as ``progress()`` grows it may go on. Raises :class:`TierDownError` when the place is down, or now found
-        to be: what comes later is dropped."""
+        """Call ``function``, which moves ``nbytes()`` bytes; that number is known at the latest when the deadline is
+        over. The call may take longer as long as ``progress()`` grows. Raises :class:`TierDownError` when the place
+        is down or this call finds it down. A result that comes later is dropped."""
         if self._down is not None:
             raise TierDownError(f"{self._name} cannot be used ({self._down})")
         call = self._threads.start(function)
@@ -82,7 +82,7 @@ class Breaker:
             raise TierDownError(f"{self._name} cannot be used ({error})") from error
 
     def close(self) -> None:
-        """End the probing and the threads."""
+        """Stop probing and end the threads."""
         self._closed.set()
         self._threads.close()
 
@@ -91,12 +91,12 @@ class Breaker:
             if self._down is not None:
                 return
             self._down = reason
-            # A place that keeps failing right after its probes, say with one of several machines dead, is tried less
-            # and less often.
+            # A place that keeps failing right after its probes, for example with one of several machines dead, is
+            # tried less and less often.
             relapsed = time.monotonic() - self._up_since < 2 * LONGEST_PAUSE_S
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if relapsed and self._up_since else FIRST_PAUSE_S
         logger.warning("%s cannot be used (%s); going on without it until it can", self._name, reason)
-        # Else the program is ending, and nobody waits for the place to be back.
+        # Otherwise the program is ending and does not need the place again.
         if threading.main_thread().is_alive():
             threading.Thread(target=self._wait_until_up, name="kvmosaic-probe", daemon=True).start()
 

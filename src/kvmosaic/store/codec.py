@@ -1,9 +1,8 @@
 """An entry as safetensors bytes: tensors ``tokens``, ``context`` and ``kv``, checksums in the metadata.
 
 The same bytes are a file on disk and a value in a remote store. Any safetensors reader can open them and slice
-``kv`` by heads; only the library's own functions are not used, as they copy all KV once more or map the file: a
-mapped file could change after it was verified, and one that somebody truncates would end the process with a bus
-error.
+``kv`` by heads. The safetensors library itself is not used here, because its functions copy all KV once more or map
+the file. A mapped file could change after it was verified, and truncating it would end the process with a bus error.
 """
 
 import json
@@ -23,7 +22,7 @@ from kvmosaic.store.memory import Bytes
 from kvmosaic.store.seal import HEX_DIGITS, EntryCheck, Seal, hexdigest, is_same
 
 ALIGNMENT = 64
-"""Bytes; the KV starts at a multiple of it."""
+"""Alignment of the KV, in bytes."""
 NO_CHECKSUM = "0" * HEX_DIGITS
 
 
@@ -33,7 +32,7 @@ def encode(entry: ChunkKV, seal: Seal) -> list[memoryview]:
 
 
 class Encoding:
-    """An entry about to be written, as a whole or head by head: what its values have in common is made once."""
+    """An entry about to be written, as a whole or head by head. Parts that its values share are made once."""
 
     def __init__(self, entry: ChunkKV, seal: Seal) -> None:
         data = entry.data.cpu().contiguous()
@@ -48,13 +47,13 @@ class Encoding:
             self._fields["kind"] = entry.kind
 
     def value(self, key: str, first: int, end: int) -> list[memoryview]:
-        """Heads from ``first`` to before ``end`` as the entry of ``key``, in two parts that follow one another: all
-        that is small, and the KV, which is not copied when it is contiguous in host memory."""
+        """Heads from ``first`` up to, but not including, ``end`` as the entry of ``key``. Two consecutive parts: the
+        header with the small tensors, and the KV, which is not copied if it is contiguous in host memory."""
         kv = self.kv[first:end]
         return [memoryview(self.small(key, self._seal.heads(kv))), kv.reshape(-1).data]
 
     def small(self, key: str, head_checksums: Sequence[str]) -> bytes:
-        """What precedes the KV of ``heads`` heads. Its length does not depend on the checksums."""
+        """The bytes before the KV, for as many heads as checksums. Their number does not depend on the checksums."""
         heads, tokens, context = len(head_checksums), self._tokens, self._context
         fields = {**self._fields, "key": key, "heads": str(heads), "head_checksums": " ".join(head_checksums)}
         fields["checksum"] = _checksum(self._seal, fields, tokens, context)
@@ -68,25 +67,25 @@ class Encoding:
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + nbytes]}
             at += nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
-        # Spaces are part of the format. They align the KV, which is used where it was received.
+        # Trailing spaces are part of the format. They align the KV, which is used in the memory it was received in.
         text += b" " * (-(8 + len(text) + tokens.nbytes + context.nbytes) % ALIGNMENT)
         return len(text).to_bytes(8, "little") + text + tokens.tobytes() + context.tobytes()
 
 
 def max_file_bytes(entry: ChunkKV) -> int:
-    """An upper bound, in bytes, of the file of ``entry``."""
+    """Upper bound of the file size of ``entry``, in bytes."""
     small = 4 * (len(entry.tokens) + len(entry.context))
     return entry.nbytes + small + max_header_bytes(str(entry.key), entry.format)
 
 
 def max_header_bytes(key: str, kv_format: KVFormat) -> int:
-    """An upper bound of what precedes the tensors of an entry."""
-    longest_key = 2 * len(key)  # JSON escapes at most double what quoting leaves
+    """Upper bound of the bytes before the tensors of an entry."""
+    longest_key = 2 * len(key)  # JSON escapes at most double the length of a quoted key
     return longest_key + (HEX_DIGITS + 1) * kv_format.heads + 4 * kv_format.layers + 1024
 
 
 class DecodedEntry(NamedTuple):
-    """What is in a value, verified."""
+    """The verified contents of a value."""
 
     tokens: Bytes
     context: Bytes
@@ -96,7 +95,7 @@ class DecodedEntry(NamedTuple):
     kind: EntryKind | None = None
 
     def entry(self, key: ChunkKey, kv: Bytes) -> ChunkKV:
-        """As the entry of ``key``, with ``kv`` of maybe more heads; a :class:`CorruptEntryError` if it is none."""
+        """The entry of ``key`` with ``kv``, maybe of more heads; raises :class:`CorruptEntryError` if invalid."""
         kv_format = self.format if len(kv) == self.format.heads else replace(self.format, heads=len(kv))
         try:
             data = torch.from_numpy(kv).view(kv_format.dtype)
@@ -106,20 +105,20 @@ class DecodedEntry(NamedTuple):
 
 
 def decode(value: Sequence[Bytes], key: str, check: EntryCheck) -> DecodedEntry:
-    """Verify that ``value``, parts that follow one another, is the entry of ``key``. What is decoded lives in its
-    memory, unless it is spread over several parts. Raises :class:`CorruptEntryError` if anything differs."""
+    """Verify that ``value``, given as consecutive parts, is the entry of ``key``. The result shares its memory,
+    except for tensors that span several parts. Raises :class:`CorruptEntryError` if anything differs."""
     return decode_from(_Memory(value), key, check)
 
 
 class HeadSource(Source, Protocol):
-    """A source that can bring heads and their checksums together."""
+    """A source that reads heads and computes their checksums in one go."""
 
     def read_heads(self, first: int, last: int, heads: int, seal: Seal) -> tuple[Bytes, list[str]]:
         """``[heads, bytes]``, and the checksum of each."""
 
 
 def decode_from(source: HeadSource, key: str, check: EntryCheck) -> DecodedEntry:
-    """:func:`decode` from anywhere."""
+    """:func:`decode` from any source."""
     try:
         return _read(source, key, check)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -161,7 +160,7 @@ def _read(source: HeadSource, key: str, check: EntryCheck) -> DecodedEntry:
 
 
 def _checksum(seal: Seal, fields: dict[str, str], tokens: Bytes, context: Bytes) -> str:
-    """Over everything but the heads' bytes, whose own checksums are among ``fields``."""
+    """Checksum of everything except the heads' bytes, whose own checksums are in ``fields``."""
     digest = seal.for_entry()
     digest.update(memoryview(json.dumps([fields, len(tokens), len(context)], sort_keys=True).encode()))
     digest.update(tokens.data)

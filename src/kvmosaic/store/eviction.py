@@ -1,9 +1,9 @@
-"""Which entries make room for new ones: S3-FIFO, counted in bytes.
+"""Chooses the entries to evict: S3-FIFO, counted in bytes.
 
-New keys queue up in *small* (a tenth of the budget). A key that was used there moves on to *main*, one
-that was not leaves and is remembered, without its bytes, in *ghost*; if it comes back soon it goes
-straight to main. So a long run of keys used once only ever competes for a tenth of the budget. See
-Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
+New keys enter the queue *small* (a tenth of the budget). A key that was used there moves to *main*. A key that was
+not used is evicted and remembered, without its bytes, in *ghost*; if it comes back soon it goes straight to main. So
+a long run of keys used once only competes for a tenth of the budget. See Yang et al., "FIFO queues are all you need
+for cache eviction", SOSP 2023.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ class _Item:
 
 
 class _Queue(OrderedDict[K, _Item]):
-    """First in, first out, and how many bytes are queued."""
+    """A FIFO queue that counts its bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Queue(OrderedDict[K, _Item]):
 
 
 class S3Fifo(Generic[K]):
-    """Keeps account of the keys in one tier and names the ones to evict. Does no I/O, takes no lock."""
+    """Tracks the keys in one tier and names those to evict. Does no I/O, takes no lock."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -53,7 +53,7 @@ class S3Fifo(Generic[K]):
         self._small: _Queue[K] = _Queue()
         self._main: _Queue[K] = _Queue()
         self._parked: _Queue[K] = _Queue()
-        """Pinned keys that were met in a queue: out of the way until they are unpinned."""
+        """Pinned keys that an eviction found in a queue. They stay here until they are unpinned."""
         self._ghost: _Queue[K] = _Queue()
         self._pins: set[K] = set()
         """Pinned keys, held or not."""
@@ -80,7 +80,7 @@ class S3Fifo(Generic[K]):
             item.uses += 1
 
     def pin(self, key: K) -> None:
-        """Never name ``key``, held now or later, until it is unpinned."""
+        """Do not evict ``key``, held now or later, until it is unpinned."""
         if key not in self._pins:
             self._pins.add(key)
             item = self._find(key)
@@ -100,7 +100,7 @@ class S3Fifo(Generic[K]):
         return self._pinned_bytes + nbytes <= self.capacity
 
     def add(self, key: K, nbytes: int) -> None:
-        """Hold ``key`` from now on; :meth:`make_room` goes first."""
+        """Hold ``key`` from now on. Call :meth:`make_room` first."""
         if key in self:
             return
         came_back = key in self._ghost
@@ -117,10 +117,11 @@ class S3Fifo(Generic[K]):
                 self._pinned_bytes -= nbytes if key in self._pins else 0
 
     def make_room(self, nbytes: int) -> list[K] | None:
-        """Evict until ``nbytes`` more fit; the evicted keys, none of them pinned. A step takes constant time on
-        average: a pinned key is met once, and every key that stays for its uses loses one.
+        """Evict until ``nbytes`` more fit. Returns the evicted keys, none of them pinned; ``None``, with nothing
+        evicted, when they cannot fit.
 
-        ``None``, with nothing evicted, when they cannot fit.
+        An eviction takes constant time on average: a pinned key is met once, and every key that stays because it was
+        used loses one use.
         """
         if self.nbytes + nbytes <= self.capacity:
             return []
@@ -145,7 +146,7 @@ class S3Fifo(Generic[K]):
     def _evict_from_small(self) -> K | None:
         while self._small:
             key, item = self._small.take_oldest()
-            # A pin is a use as well.
+            # A pin counts as a use.
             if item.uses or key in self._pins:
                 item.uses = 0
                 (self._parked if key in self._pins else self._main).push(key, item)

@@ -1,4 +1,4 @@
-"""Entries in files of this user's alone. What else is put in their place is neither waited for nor followed."""
+"""Entries in files that only this user can access. Links are not followed, and pipes are not waited for."""
 
 import errno
 import os
@@ -20,11 +20,11 @@ from kvmosaic.store.threads import Threads
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 SLICE_BYTES = 256 * 1024
-"""Of a head, verified while the processor's cache still has them from being read."""
+"""Bytes of a head that are read and then hashed, while they are still in the processor's cache."""
 WORTH_THREADS = 2 * 2**20
-"""Bytes of an entry that is read by several threads."""
+"""Minimum bytes of KV that are read by several threads."""
 NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR)
-"""What systems say to a symbolic link, a socket, a device without a driver."""
+"""Errors for opening a symbolic link, a socket, a device without a driver."""
 READS_ATTRIBUTE = "user.kvmosaic.reads"
 """Extended attribute of a file with the number of times that engines read it."""
 _THREADS = Threads()
@@ -32,9 +32,9 @@ _THREADS = Threads()
 
 @contextmanager
 def folder_below(root: Path, names: Sequence[str], make: bool = False) -> Iterator[int]:
-    """A descriptor of a folder. ``root`` may be a link; a link below it is never followed, whenever somebody put it
-    there. ``make``: make folders that are missing, which only this user can look into. Raises
-    ``NotADirectoryError`` if a link, or something else, stands where a folder should be."""
+    """A descriptor of the folder ``names`` below ``root``. ``root`` may be a link; a link below it is never followed,
+    no matter when it was created. ``make``: create missing folders, which only this user can access. Raises
+    ``NotADirectoryError`` if a link or anything else is in the place of a folder."""
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in names:
@@ -54,8 +54,8 @@ def _open_folder(above: int, name: str) -> int:
     try:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # what some systems say to a link, others that it is no folder
-            raise NotADirectoryError(errno.ENOTDIR, "not a folder of its own", name) from error
+        if error.errno == errno.ELOOP:  # for a link on some systems; others say ENOTDIR
+            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link instead of a folder", name) from error
         raise
 
 
@@ -67,8 +67,8 @@ def _close_to_others(folder: int) -> None:
 
 @contextmanager
 def opened(folder: int, name: str) -> Iterator[int]:
-    """A descriptor for reading a regular file; raises :class:`CorruptEntryError` if it is anything else, of which a
-    pipe would wait for ever and a link could lead anywhere."""
+    """A descriptor for reading a regular file. Raises :class:`CorruptEntryError` if it is anything else: a pipe could
+    block forever, and a link could lead anywhere."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
@@ -84,7 +84,7 @@ def opened(folder: int, name: str) -> Iterator[int]:
 
 
 def write_entry(folder: int, name: str, entry: ChunkKV, seal: Seal) -> int:
-    """Write ``entry`` to a new file; its bytes. Raises ``OSError``."""
+    """Write ``entry`` to a new file. Returns the file's bytes. Raises ``OSError``."""
     encoding, key = Encoding(entry, seal), str(entry.key)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(name, flags, FILE_MODE, dir_fd=folder)
@@ -95,7 +95,7 @@ def write_entry(folder: int, name: str, entry: ChunkKV, seal: Seal) -> int:
         try:
             _write_at(descriptor, encoding.kv.reshape(-1).data, start)
         finally:
-            checksums.wait(None)  # it reads memory that is the caller's
+            checksums.wait(None)  # its thread reads the caller's memory
         _write_at(descriptor, memoryview(encoding.small(key, checksums.result())), 0)
         return start + encoding.kv.nbytes
     finally:
@@ -103,12 +103,12 @@ def write_entry(folder: int, name: str, entry: ChunkKV, seal: Seal) -> int:
 
 
 class Label(NamedTuple):
-    """What a file says of its entry, without the entry itself."""
+    """What a file tells about its entry, without the entry itself."""
 
     key: ChunkKey
     kind: EntryKind | None
     reads: int | None
-    """Number of times that engines read it; ``None`` where the filesystem cannot keep that."""
+    """Number of times that engines read it; ``None`` if the file system cannot store that."""
 
 
 def read_label(folder: int, name: str) -> Label:
@@ -134,7 +134,7 @@ def read_entry(folder: int, name: str, key: ChunkKey, check: EntryCheck, *, is_c
 def _reads(descriptor: int) -> int | None:
     try:
         return int(os.getxattr(descriptor, READS_ATTRIBUTE)[:20])
-    except ValueError:  # somebody else's text
+    except ValueError:  # written by another program
         return None
     except OSError as error:
         return 0 if error.errno == errno.ENODATA else None
@@ -143,10 +143,10 @@ def _reads(descriptor: int) -> int | None:
 
 
 def _count_read(descriptor: int) -> None:
-    """Two processes may count one read of two at the same time; the number is for people."""
+    """Two concurrent reads may be counted as one; the number is only informative."""
     reads = _reads(descriptor)
     if reads is not None:
-        with suppress(OSError):  # a filesystem that is mounted for reading
+        with suppress(OSError):  # a read-only file system
             os.setxattr(descriptor, READS_ATTRIBUTE, str(reads + 1).encode())
 
 
@@ -176,7 +176,7 @@ class _File:
 
 def _read_at(descriptor: int, buffer: Bytes, at: int) -> None:
     left = buffer.data
-    while left:  # a single read may be partial, at the latest from 2 GiB on
+    while left:  # a single read may be partial, and is above 2 GiB
         count = os.preadv(descriptor, [left], at)
         if count == 0:
             raise ValueError("the file was truncated while it was read")
@@ -184,16 +184,16 @@ def _read_at(descriptor: int, buffer: Bytes, at: int) -> None:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Have the system find room for a whole file: faster than page by page, and it says at once if there is none."""
+    """Allocate disk space for a whole file: faster than page by page, and a full disk is reported at once."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a filesystem that cannot
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # not supported by the file system
                 raise
 
 
 def _write_at(descriptor: int, left: memoryview, at: int) -> None:
-    while left:  # likewise
+    while left:  # a single write may be partial
         count = os.pwrite(descriptor, left, at)
         left, at = left[count:], at + count

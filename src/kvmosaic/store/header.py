@@ -1,4 +1,4 @@
-"""The header of an entry. Whoever wrote it may have meant harm, so no number in it is used before it is bounded."""
+"""The header of an entry. An attacker may have written it, so no number in it is used before it is bounded."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from kvmosaic.store.memory import Bytes
 FORMAT_NAME = "kvmosaic-entry-2"
 MAX_HEADER_BYTES = 256 * 1024
 MOST = 10**6
-"""Of any count in a header: layers, heads, columns, tokens of a window."""
+"""Maximum of any count in a header: layers, heads, columns, tokens of a window."""
 MOST_BYTES = 2**40
-"""Of an entry."""
+"""Maximum size of an entry, in bytes."""
 MOST_CONTEXT_BYTES = 4 * 2**24
 TENSORS = ("tokens", "context", "kv")
-"""In this order."""
+"""Names of an entry's tensors, in their order."""
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -32,7 +32,7 @@ DTYPE_NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
-"""As safetensors calls them."""
+"""Names of dtypes in safetensors."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 _COUNT = re.compile(r"0|[1-9][0-9]{0,6}")
 
@@ -46,37 +46,37 @@ class Source(Protocol):
 
 
 class Header(NamedTuple):
-    """What stands before the tensors, and where those are. Their bytes are all there, and there are no others."""
+    """The metadata before the tensors, and where those are. The source has all their bytes and no others."""
 
     fields: dict[str, str]
     shape: list[int]
-    """Of the KV, as a reader of safetensors sees it."""
+    """Shape of the KV, as a reader of safetensors sees it."""
     tokens: tuple[int, int]
-    """First and last byte in the source; likewise the others."""
+    """Start and end (exclusive) in the source, in bytes; likewise for the other two."""
     context: tuple[int, int]
     kv: tuple[int, int]
 
     @property
     def kind(self) -> EntryKind | None:
-        """What the entry is for, if it says so and this release knows it."""
+        """The entry's kind, if the header has one that this release knows."""
         return next((kind for kind in ENTRY_KINDS if kind == self.fields.get("kind")), None)
 
 
 def read_header(source: Source, most: int = MAX_HEADER_BYTES) -> Header:
-    """The header, of no more than ``most`` bytes. Raises ``ValueError``, ``KeyError``, ``TypeError``,
-    ``AttributeError`` or ``RecursionError`` if it is none."""
+    """Read a header of at most ``most`` bytes. Raises ``ValueError``, ``KeyError``, ``TypeError``, ``AttributeError``
+    or ``RecursionError`` if it is invalid."""
     size = source.nbytes
     length = int.from_bytes(source.read(0, min(8, size)).tobytes(), "little")
     if length > min(size - 8, most, MAX_HEADER_BYTES):
         raise ValueError("not a safetensors file, or a truncated one")
     if size > MOST_BYTES:
-        raise ValueError(f"{size} bytes are more than any entry has")
+        raise ValueError(f"{size} bytes exceed the maximum size of an entry")
     header: dict[str, Any] = json.loads(source.read(8, 8 + length).tobytes())
     fields = header.pop("__metadata__")
     if fields["format"] != FORMAT_NAME or not all(isinstance(value, str) for value in fields.values()):
         raise ValueError("not an entry of this format")
     if header.keys() != set(TENSORS):
-        raise ValueError("not the tensors of an entry")
+        raise ValueError("its tensors are not those of an entry")
     end = start = 8 + length
     places = []
     for name in TENSORS:
@@ -91,7 +91,7 @@ def read_header(source: Source, most: int = MAX_HEADER_BYTES) -> Header:
 
 
 def format_fields(kv_format: KVFormat) -> dict[str, str]:
-    """What headers say about a format, heads apart."""
+    """The header fields of a format, except for ``heads``."""
     return {
         "layers": str(kv_format.layers),
         "k_dim": str(kv_format.k_dim),
@@ -103,25 +103,25 @@ def format_fields(kv_format: KVFormat) -> dict[str, str]:
 
 
 def check_format(header: Header, tokens: int, expected: KVFormat | None) -> KVFormat:
-    """The format of an entry of ``tokens`` tokens, which is the ``expected`` one if there is any, and which its
-    tensors have the very sizes of; raises ``ValueError``. Nothing was read or allocated for it yet."""
+    """The format of an entry of ``tokens`` tokens. Raises ``ValueError`` if it is not the ``expected`` one, if given,
+    or if its tensors do not have exactly the sizes of that format. Needs no tensor to be read or allocated."""
     fields = header.fields
     if expected is not None:
         said = format_fields(expected) | {"heads": str(expected.heads)}
         if any(fields[name] != text for name, text in said.items()):
-            raise ValueError("an entry of another format than the engine's")
+            raise ValueError("the entry's format differs from the engine's")
     names = ("layers", "heads", "k_dim", "v_dim", "dtype", "windowed", "tail")
     kv_format = expected or _format(*(fields[name] for name in names))
     if header.tokens[1] - header.tokens[0] != 4 * tokens:
-        raise ValueError("not as many tokens as the key says")
+        raise ValueError("the number of tokens differs from the one in the key")
     context_bytes = header.context[1] - header.context[0]
     if context_bytes % 4 or context_bytes > MOST_CONTEXT_BYTES:
-        raise ValueError("not a context")
+        raise ValueError("the size of the context is invalid")
     numbers = kv_format.num_elements(tokens)
     if header.kv[1] - header.kv[0] != kv_format.heads * numbers * kv_format.dtype.itemsize:
-        raise ValueError("the KV is not of the size that its format says")
+        raise ValueError("the size of the KV does not match its format")
     if header.shape != [kv_format.heads, numbers]:
-        raise ValueError("the shape in the header does not match")
+        raise ValueError("the shape of the KV does not match its format")
     return kv_format
 
 

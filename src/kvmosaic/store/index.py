@@ -1,4 +1,4 @@
-"""What this process knows about every key: where it is, how large, how often pinned."""
+"""The index of this process: the tiers, sizes and pins of every key."""
 
 import time
 from collections import OrderedDict
@@ -16,11 +16,11 @@ class IndexRecord:
     """Where one entry is held."""
 
     nbytes: dict[str, int] = field(default_factory=dict)
-    """Bytes it takes, by name of the tier."""
+    """Bytes it takes, by name of the tier that holds it."""
     since: float = field(default_factory=time.time)
-    """When it was stored, as far as is known."""
+    """Time it was stored, or first seen if that is unknown, in seconds since 1970."""
     hits: int = 0
-    """Counted lookups that found it."""
+    """Number of counted lookups that found it."""
     kind: EntryKind | None = None
 
 
@@ -29,7 +29,7 @@ class ChunkHashIndex:
 
     def __init__(self) -> None:
         self.pins: dict[ChunkKey, int] = {}
-        """How many times each pinned key is pinned. A key can be pinned before it is stored."""
+        """Number of pins of each pinned key. A key can be pinned before it is stored."""
         self._records: dict[ChunkKey, IndexRecord] = {}
         self._evicted: OrderedDict[ChunkKey, None] = OrderedDict()
         self._changed: set[ChunkKey] | None = None
@@ -56,8 +56,8 @@ class ChunkHashIndex:
         self._note_change(key)
 
     def describe(self, key: ChunkKey, kind: EntryKind | None, *, since: float | None = None, hits: int = 0) -> None:
-        """Note what is known of an entry besides where it is, if it is anywhere: what it is for, when it was stored,
-        and that so many more lookups found it."""
+        """Note the kind of an entry, when it was stored, and ``hits`` more lookups that found it. Does nothing if no
+        tier is known to hold it."""
         record = self._records.get(key)
         if record is None:
             return
@@ -66,7 +66,7 @@ class ChunkHashIndex:
         record.hits += hits
 
     def remove(self, key: ChunkKey, tier: str, evicted: bool = False) -> None:
-        """Note that ``tier`` no longer holds ``key``, and remember for a while if that was an eviction."""
+        """Note that ``tier`` no longer holds ``key``. An eviction of the last copy is remembered for a while."""
         record = self._records.get(key)
         if record is None:
             return
@@ -81,13 +81,13 @@ class ChunkHashIndex:
                 self._evicted.popitem(last=False)
 
     def take_changes(self) -> set[ChunkKey]:
-        """Keys whose record changed since the last call; at the first call, all there are."""
+        """Keys whose record changed since the last call; at the first call, all keys."""
         changed = set(self._records) if self._changed is None else self._changed
         self._changed = set()
         return changed
 
     def _note_change(self, key: ChunkKey) -> None:
-        if self._changed is not None:  # nobody asked yet: do not collect for nobody
+        if self._changed is not None:  # collect only after the first take_changes()
             self._changed.add(key)
 
     def was_evicted(self, key: ChunkKey) -> bool:
@@ -95,12 +95,12 @@ class ChunkHashIndex:
         return key in self._evicted
 
     def pin(self, key: ChunkKey) -> bool:
-        """Pin a key once more; whether it was not pinned."""
+        """Pin a key once more. Returns whether it was not pinned before."""
         self.pins[key] = self.pins.get(key, 0) + 1
         return self.pins[key] == 1
 
     def unpin(self, key: ChunkKey) -> bool:
-        """Undo one :meth:`pin`; whether it was the last."""
+        """Undo one :meth:`pin`. Returns whether it was the last."""
         self.pins[key] -= 1
         if self.pins[key]:
             return False
@@ -108,6 +108,6 @@ class ChunkHashIndex:
         return True
 
     def forget_evictions(self, matching: Callable[[ChunkKey], bool]) -> None:
-        """No longer remember that these keys were evicted."""
+        """Forget that ``matching`` keys were evicted."""
         for key in [key for key in self._evicted if matching(key)]:
             del self._evicted[key]

@@ -1,4 +1,4 @@
-"""What is known of tiers, and how they are asked: whatever fails is counted, and stops nobody."""
+"""Calls to tiers, and an account of their contents. A tier that fails stops no caller."""
 
 import logging
 import threading
@@ -20,10 +20,10 @@ SETTLE_TRIES = 10
 
 
 class KnownTiers:
-    """Tiers from fast to slow (a *level* is the place in that order), and an account of what is in them.
+    """Tiers from fast to slow (a *level* is the index in that order), and an account of their contents.
 
-    A tier that fails is counted and logged once, then again only after it worked in between; the others
-    carry on, and no exception gets out.
+    A failure of a tier is logged once, and again only after the tier worked in between. The other tiers continue, and
+    no exception gets out.
     """
 
     def __init__(
@@ -33,26 +33,26 @@ class KnownTiers:
         queued: Callable[[ChunkKey], ChunkKV | None],
         make_room: Callable[[int, int], bool],
     ) -> None:
-        """``queued`` are entries on their way to slower tiers; ``make_room`` evicts from a level until it has room
-        for so many bytes more."""
+        """``queued`` returns an entry that is on its way to slower tiers. ``make_room`` evicts from a level until a
+        number of bytes more fit."""
         self._queued = queued
         self._make_room = make_room
         self.format = kv_format
-        """Of all entries here, if that is known."""
+        """Format of all entries of this store, if it is known."""
         self.tiers = list(tiers)
         self.index = ChunkHashIndex()
         self.policies = {t.name: S3Fifo[ChunkKey](t.capacity) for t in tiers if t.capacity is not None}
         self.counts: Counter[str] = Counter()
         self.lock = threading.RLock()
-        """Guards index, policies and counters. Never held while a slow tier is asked for anything.
+        """Guards index, policies and counters. Never held during a call to a slow tier.
         Order: this lock, then the writer's."""
         self._failing: set[tuple[str, str]] = set()
         self.unreadable = Unreadable()
         self.due = DueClears()
         self.doomed: dict[tuple[int, ChunkKey], None] = {}
-        """Evicted from a slow tier, and still there: they count as absent until the writer has deleted them."""
+        """Entries that were evicted from a slow tier. They count as absent until the writer has deleted them."""
         self.changes = 0
-        """How often the writer's doings changed what is in slow tiers: answers from before are void."""
+        """Number of changes to slow tiers so far. An answer that a tier gave before a change is invalid."""
 
     def size(self, level: int, key: ChunkKey) -> int | None:
         """Bytes ``key`` takes at ``level`` now, or ``None``. A tier that fails counts as not having it."""
@@ -69,11 +69,12 @@ class KnownTiers:
         return self.unreadable.reason(level, key) is None and not self.is_leaving(level, key)
 
     def is_leaving(self, level: int, key: ChunkKey) -> bool:
-        """Whether a copy was evicted or cleared, and is still there only because nobody could delete it yet."""
+        """Whether a copy was evicted or cleared and is not deleted yet."""
         return (level, key) in self.doomed or self.due.covers(level, key)
 
     def absent(self, keys: Collection[ChunkKey]) -> set[tuple[int, ChunkKey]]:
-        """Which of ``keys`` are not at which far level, each asked once about all that no near tier has."""
+        """Pairs of a far level and a key that is absent there. Each far tier is asked once, about all keys that no
+        near tier above it has, if these are at least two."""
         absent: set[tuple[int, ChunkKey]] = set()
         for level, tier in enumerate(self.tiers):
             if not tier.is_far:
@@ -91,12 +92,12 @@ class KnownTiers:
                 continue
             for key in (key for key, found in zip(wanted, held, strict=True) if not found):
                 absent.add((level, key))
-                if self.index.holds(key, tier.name):  # the remote store dropped it, and told nobody
+                if self.index.holds(key, tier.name):  # the remote store dropped it without notice
                     self.forget(level, key)
         return absent
 
     def lasting(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Which of ``keys`` are in a tier whose entries outlive this process: a slow one."""
+        """Those of ``keys`` that are in a slow tier, whose entries outlive this process."""
         held: set[ChunkKey] = set()
         for level, tier in enumerate(self.tiers):
             wanted = [key for key in keys if key not in held and not self.is_leaving(level, key)]
@@ -109,7 +110,7 @@ class KnownTiers:
         return held
 
     def read(self, level: int, key: ChunkKey) -> tuple[ChunkKV | None, MissReason | None]:
-        """The entry of ``key`` at ``level``, or what went wrong if anything did."""
+        """The entry of ``key`` at ``level``, or ``None`` and the reason for a failure, if there was one."""
         reason = self.unreadable.reason(level, key)
         if reason is not None or self.is_leaving(level, key):
             return None, reason
@@ -126,7 +127,7 @@ class KnownTiers:
     def taken(
         self, level: int, key: ChunkKey, get: Callable[[], ChunkKV | None]
     ) -> tuple[ChunkKV | None, MissReason | None]:
-        """What a tier's ``get`` returns, or what went wrong."""
+        """The entry that a tier's ``get`` returns, or ``None`` and the reason for a failure."""
         tier = self.tiers[level]
         try:
             entry = get()
@@ -141,7 +142,7 @@ class KnownTiers:
             self.complain(tier, "read", error)
             return None, MissReason.ERROR
         self.worked(tier, "read")
-        if entry is not None and not self.takes(entry):  # tiers check what others can write; this is for all of them
+        if entry is not None and not self.takes(entry):  # tiers check what others can write; this is for all
             self.unreadable.note(level, key, MissReason.CORRUPT)
             self.delete(tier, [key])
             self.forget(level, key)
@@ -153,25 +154,25 @@ class KnownTiers:
         return entry, None
 
     def takes(self, entry: ChunkKV) -> bool:
-        """Whether an entry is of the format of this store."""
+        """Whether an entry has the format of this store."""
         return self.format is None or entry.format == self.format
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Keep keys from being evicted, once more. The lock is held."""
+        """Pin keys once more, so that they are not evicted. The lock is held."""
         for key in keys:
             if self.index.pin(key):
                 for policy in self.policies.values():
                     policy.pin(key)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Undo one :meth:`pin` of each. The lock is held."""
+        """Undo one :meth:`pin` of each key. The lock is held."""
         for key in keys:
             if self.index.unpin(key):
                 for policy in self.policies.values():
                     policy.unpin(key)
 
     def settle(self, level: int, key: ChunkKey) -> int | None:
-        """Bring what is known of a key into line with what a tier says, unless that fails; its size there."""
+        """Ask a tier for a key and update the account, unless that fails. Returns the key's size there."""
         size = None
         for _ in range(SETTLE_TRIES):
             changes = self.changes
@@ -182,7 +183,7 @@ class KnownTiers:
                 return None
             with self.lock:
                 if changes != self.changes:
-                    continue  # the writer was at it meanwhile: ask again
+                    continue  # slow tiers changed meanwhile: ask again
                 if size is None:
                     self.drop(self.tiers[level], key)
                 else:
@@ -192,7 +193,7 @@ class KnownTiers:
         return size
 
     def adopt(self, level: int, key: ChunkKey, nbytes: int) -> None:
-        """Take an entry that is in a tier into account. The lock is held."""
+        """Add an entry that is in a tier to the account. The lock is held."""
         tier = self.tiers[level]
         if not self.index.holds(key, tier.name):
             self.index.insert(key, tier.name, nbytes)
@@ -200,7 +201,7 @@ class KnownTiers:
                 self.policies[tier.name].add(key, nbytes)
 
     def forget(self, level: int, key: ChunkKey) -> None:
-        """Stop counting an entry that vanished, unless it is back by now."""
+        """Remove a vanished entry from the account, unless it is back by now."""
         tier = self.tiers[level]
         if tier.is_far:
             with self.lock:
@@ -209,20 +210,20 @@ class KnownTiers:
             self.settle(level, key)
 
     def drop(self, tier: Tier, key: ChunkKey) -> None:
-        """Stop counting an entry. The lock is held."""
+        """Remove an entry from the account. The lock is held."""
         self.index.remove(key, tier.name)
         if tier.name in self.policies:
             self.policies[tier.name].remove(key)
 
     def is_believed(self, level: int, key: ChunkKey) -> bool:
-        """Whether a tier has ``key``; of a slow one, whether it had when last heard of, and can be asked for it."""
+        """Whether a tier has ``key``. For a slow tier: whether it had it when last asked, and it can be read now."""
         tier = self.tiers[level]
         if not tier.is_slow:
             return self.size(level, key) is not None
         return tier.is_up and self._is_readable(level, key) and self.index.holds(key, tier.name)
 
     def scan(self, tier: Tier) -> list[EntryInfo] | None:
-        """What a tier holds; ``None`` when it fails."""
+        """All entries of a tier; ``None`` when it fails."""
         try:
             return list(tier.scan())
         except TIER_ERRORS as error:
@@ -230,24 +231,24 @@ class KnownTiers:
             return None
 
     def delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
-        """Drop entries from a tier, as far as it does not fail."""
+        """Delete entries from a tier. A failure is logged."""
         try:
             tier.delete_all(keys)
         except TIER_ERRORS as error:
             self.complain(tier, "delete", error)
 
     def forget_troubles(self, matching: Matching) -> None:
-        """Entries are cleared: whether they were evicted or could be read is of no interest now. The lock is held."""
+        """Forget evictions and failed reads of entries that are cleared. The lock is held."""
         self.doomed = {place: None for place in self.doomed if not matching(place[1])}
         self.index.forget_evictions(matching)
         self.unreadable.forget(matching)
 
     def worked(self, tier: Tier, action: str) -> None:
-        """The next failure is worth a line again."""
+        """Note a success, so that the next failure is logged again."""
         self._failing.discard((tier.name, action))
 
     def complain(self, tier: Tier, action: str, error: Exception) -> None:
-        """Say that a tier failed, unless that is known."""
+        """Log that a tier failed, unless that was logged already."""
         if (tier.name, action) not in self._failing and not isinstance(error, TierDownError):
             self._failing.add((tier.name, action))
             logger.warning(

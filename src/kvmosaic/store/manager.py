@@ -22,12 +22,12 @@ EVENTS = ("evictions", "promotions", "demotions", "write_errors", "dropped_write
 class ChunkStorageManager:
     """A stack of tiers, fast to slow, seen as one store of immutable entries. Thread-safe.
 
-    A new entry goes to the fastest tier at once and to the slower ones in the background; one found in
-    a slower tier is promoted; one evicted from a tier is demoted to the next unless that has it too.
+    A new entry goes to the fastest tier at once and to the slower ones in the background. An entry found in a slower
+    tier is promoted. An entry evicted from a tier is demoted to the next one, unless that already has it.
     """
 
     def __init__(self, tiers: Sequence[Tier], kv_format: KVFormat | None = None) -> None:
-        """``kv_format``, if it is given, is that of all entries it takes and returns."""
+        """``kv_format``, if given, is the format of all entries that the store takes and returns."""
         self._stack = TierStack(tiers, kv_format)
         self._known = self._stack.known
         self._lock = self._stack.lock
@@ -37,7 +37,7 @@ class ChunkStorageManager:
         self._kept: set[ChunkKey] = set()
 
     def absent(self, keys: Iterable[ChunkKey]) -> Collection[tuple[int, ChunkKey]]:
-        """Ask tiers on other machines about all ``keys`` in one go: what the lookups that follow need not ask for."""
+        """Ask tiers on other machines about all ``keys`` at once, so that the following lookups need not."""
         return self._known.absent(list(keys))
 
     def lookup(
@@ -50,8 +50,8 @@ class ChunkStorageManager:
         held: Mapping[ChunkKey, Fetched] | None = None,
     ) -> LookupResult:
         """Find the entry of ``key`` and check that it is the KV of ``tokens`` computed after ``context``. Hits and
-        misses that are not ``counted`` stay out of the statistics; ``absent`` is from :meth:`absent`. Given what was
-        fetched ahead and is ``held``, no tier is looked at that may keep the caller waiting."""
+        misses that are not ``counted`` stay out of the statistics. ``absent`` is from :meth:`absent`. If ``held``,
+        the entries that were fetched ahead, is given, slow tiers are not read, so that the caller does not wait."""
         reason = None
         clears = self._known.due.count
         for level, tier in enumerate(self._stack.tiers):
@@ -80,7 +80,7 @@ class ChunkStorageManager:
         return LookupResult(None, None, reason)
 
     def note_miss(self, key: ChunkKey) -> MissReason:
-        """Count a miss of ``key``, which others found to be absent."""
+        """Count a miss of ``key`` without a lookup. The caller already knows that it is absent."""
         with self._lock:
             reason = self._why_absent(key)
             self._misses[reason] += 1
@@ -94,7 +94,7 @@ class ChunkStorageManager:
             name = self._fetched_from.pop(entry.key, tier)
             self._hits[name] += counted
             self._stack.index.describe(entry.key, entry.kind, hits=counted)
-            # In all tiers, or the slower ones would evict what is so popular that they never see it.
+            # In all tiers: otherwise the slower ones would evict popular entries, whose lookups never reach them.
             for policy in self._stack.policies.values():
                 policy.touch(entry.key)
         return LookupResult(entry, name, None)
@@ -105,15 +105,15 @@ class ChunkStorageManager:
             pass
 
     def fetch_each(self, keys: Iterable[ChunkKey]) -> Iterator[Fetched]:
-        """Likewise, one after the other, while they are asked for. Made to be called from a thread of its own, ahead
-        of a lookup, which then reports the tier that had them."""
+        """Like :meth:`fetch`, but each entry is brought when the iterator is asked for it. Meant for a thread of its
+        own, ahead of a lookup. The lookup then reports the tier that had the entry."""
         wanted = dict.fromkeys(key for key in keys if self._known.size(0, key) is None)
         absent = self._known.absent(wanted)
         for level, tier in enumerate(self._stack.tiers[1:], start=1):
             clears = self._known.due.count
             asked = [key for key in wanted if (level, key) not in absent]
             for key, entry in self._known.read_all(level, asked):
-                # Pinned first: the promotion holds the lock, and only from pinned memory a copy is just queued.
+                # Into pinned memory first: the promotion holds the lock, and only from there copies are asynchronous.
                 moved = in_pinned_memory(entry) if self.fastest_tier == "device" else entry
                 self._stack.promote(level, moved, clears)
                 del wanted[key]
@@ -133,7 +133,7 @@ class ChunkStorageManager:
         return self._stack.counts.copy()
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """By tier that has a budget: how many entries it holds, and their bytes."""
+        """Number of entries and their bytes, by name of each tier that has a budget."""
         with self._lock:
             return {name: (len(policy), policy.nbytes) for name, policy in self._stack.policies.items()}
 
@@ -142,17 +142,17 @@ class ChunkStorageManager:
         return self._stack.contains(key)
 
     def lasting(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Which of ``keys`` will still be there when this process is gone, once everything put so far is written."""
+        """Those of ``keys`` that will outlive this process. Waits until everything put so far is written."""
         self.flush()
         return self._known.lasting(list(keys))
 
     def put(self, entry: ChunkKV) -> bool:
-        """Store an entry; a no-op when its key is there already. Never waits for a slow tier: it is written there
-        later, or dropped if too much is waiting for that. Whether a tier has it, or is about to get it if the fastest
-        had no room; whether it then lasts, :meth:`lasting` says."""
+        """Store an entry; does nothing if its key is stored already. Never waits for a slow tier: the entry is
+        written there later, or dropped if too much is queued. Returns whether a tier has it, or is about to get it if
+        the fastest had no room. :meth:`lasting` tells whether it outlives the process."""
         stack = self._stack
         if not self._known.takes(entry):
-            logger.error("not stored: an entry of another format than the store's, %s", entry.format)
+            logger.error("entry not stored, its format differs from the store's: %s", entry.format)
             return False
         with self._lock:
             if stack.contains(entry.key, far=False):
@@ -164,8 +164,8 @@ class ChunkStorageManager:
             return taken or queued
 
     def wait_for_room(self) -> None:
-        """Wait until more can be put without being dropped, as long as writing gets on: for those who fill store
-        after store of documents, not for an engine's steps."""
+        """Wait until more can be put without being dropped, as long as writing makes progress. For bulk fills of
+        documents, not for an engine's steps."""
         self._stack.writer.wait_for_room()
 
     @contextmanager
@@ -181,7 +181,7 @@ class ChunkStorageManager:
                 self._known.unpin(held)
 
     def keep(self, keys: Iterable[ChunkKey]) -> None:
-        """Keep ``keys`` from being evicted until :meth:`let_go`; once is enough."""
+        """Keep ``keys`` from being evicted until :meth:`let_go`. Repeated calls change nothing."""
         with self._lock:
             new = set(keys) - self._kept
             self._known.pin(new)
@@ -195,8 +195,8 @@ class ChunkStorageManager:
             self._kept -= kept
 
     def take_changes(self) -> dict[ChunkKey, str | None]:
-        """For every key that came, moved or went since the last call (at the first: for all), the fastest tier that
-        now has it."""
+        """Keys that were added, moved or removed since the last call (at the first call: all keys), each with the
+        fastest tier that now has it."""
         index = self._known.index
         with self._lock:
             changes: dict[ChunkKey, str | None] = dict.fromkeys(index.take_changes())
@@ -219,32 +219,32 @@ class ChunkStorageManager:
             yield EntryInfo(key, nbytes[tier], tier, *rest)
 
     def peek(self, key: ChunkKey) -> ChunkKV | None:
-        """The entry of ``key``, if it is in memory. Counts for nothing."""
+        """The entry of ``key``, if it is in memory. Not counted as a lookup."""
         return next(filter(None, (tier.get(key) for tier in self._stack.tiers if not tier.is_slow)), None)
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
-        """Remove some entries from all tiers, pinned ones too, which are then not kept any more."""
+        """Remove entries from all tiers, including pinned ones. Undoes :meth:`keep` for them."""
         doomed = list(keys)
         self.let_go(doomed)
         self._stack.clearing.clear(OneOf(frozenset(doomed)))
 
     def clear(self, matching: Callable[[ChunkKey], bool] = lambda key: True) -> None:
-        """Remove entries from all tiers, pinned ones too: those whose key is ``matching``, by default all.
-        They are not found any more from now on. Slower tiers delete them later, see :meth:`flush`, and those that are
-        down when they are back. Files that were set aside stay."""
+        """Remove the entries whose key is ``matching``, by default all, from all tiers, including pinned ones. They
+        are not found from now on. Slower tiers delete them later, see :meth:`flush`; a tier that is down does so when
+        it is back. Files that were set aside stay."""
         self._stack.clearing.clear(matching)
 
     def flush(self) -> None:
-        """Wait until everything put so far is in the slower tiers, or was refused there, and what was cleared is
-        deleted, as long as that gets on."""
+        """Wait until all entries put so far are in the slower tiers or were refused there, and cleared ones are
+        deleted, as long as there is progress."""
         self._stack.flush()
 
     def close(self) -> None:
-        """Write what is queued, as long as that gets on, then close the tiers."""
+        """Write queued entries, as long as there is progress, then close the tiers."""
         self._stack.close()
 
     def get_stats(self) -> dict[str, Any]:
-        """Counters since the start, and what is held now. Sizes in MB of 2**20 bytes."""
+        """Counters since the start, and the current contents. Sizes in MB of 2**20 bytes."""
         stack = self._stack
         with self._lock:
             hits, misses = self._hits.total(), self._misses.total()

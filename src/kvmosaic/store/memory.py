@@ -1,5 +1,5 @@
-"""Host memory for entries that is used again: fresh memory, which the system clears page by page when it is first
-written, takes about as long to get as a value takes to arrive."""
+"""Reuses host memory for entries. The system clears fresh memory page by page when it is first written, which takes
+about as long as receiving a value."""
 
 import ctypes
 import weakref
@@ -10,39 +10,39 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 SMALLEST = 2**20
-"""Bytes; less comes from the allocator, which keeps such memory itself."""
+"""Minimum bytes of pooled memory. Smaller arrays come from the allocator, which reuses such memory itself."""
 KEPT_BYTES = 256 * 2**20
-"""Most memory that is kept while nothing uses it."""
+"""Maximum unused memory that is kept, in bytes."""
 SLACK = 1 / 8
-"""How much larger than wanted, as a share, kept memory may be."""
+"""Maximum excess of reused memory over the requested size, as a share of that size."""
 
 
 class MemoryPool:
-    """Keeps the memory of arrays that are gone. Takes no lock: an array may go at any moment, in any thread, also in
-    one that is in here."""
+    """Keeps the memory of arrays that were freed. Takes no lock: an array may be freed at any moment in any thread,
+    also in one that is executing a method of the pool."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
         self._kept: dict[int, Bytes] = {}
-        """By address, oldest first."""
+        """Unused memory by address, oldest first."""
 
     def take(self, nbytes: int) -> Bytes:
-        """An array of ``nbytes`` bytes that hold anything. When it, and all views and tensors of it, are gone, its
-        memory is used again."""
+        """An uninitialized array of ``nbytes`` bytes. Its memory is reused when the array and all views and tensors
+        of it are freed."""
         if nbytes < SMALLEST:
             return np.empty(nbytes, np.uint8)
         memory = self._find(nbytes)
         if memory is None:
             # numpy asks for huge pages for large arrays; torch.empty does not and is several times slower to fill.
             memory = np.empty(nbytes, np.uint8)
-        # Every view of a numpy array refers to the array that owns the memory, so only something else can tell when
-        # the last one is gone.
+        # Every view of a numpy array refers to the array that owns the memory, so a separate owner has to notice when
+        # the last view is freed.
         owner = (ctypes.c_ubyte * nbytes).from_buffer(memory.data)
         weakref.finalize(owner, self._keep, memory).atexit = False
         return np.frombuffer(memoryview(owner), np.uint8)
 
     def _find(self, nbytes: int) -> Bytes | None:
-        """The tightest that fits."""
+        """The smallest unused memory that fits."""
         fitting = {
             address: len(memory)
             for address, memory in self._kept.copy().items()
@@ -61,4 +61,4 @@ class MemoryPool:
 
 
 POOL = MemoryPool()
-"""Of this process."""
+"""The pool of this process."""

@@ -26,10 +26,10 @@ def open_store(
     share: HeadShare | None = None,
     kv_format: KVFormat | None = None,
 ) -> ChunkStorageManager:
-    """A store with a host tier, above it a device tier when a pool is given, and below it, when ``disk_path`` is
-    set and usable, a disk tier, and when ``remote`` is set a remote one, reachable now or later. ``share`` is what
-    its user holds of a model's KV, and ``kv_format`` what that looks like: nothing else is ever returned. The store
-    key is in the environment, if there is one."""
+    """A store with these tiers, from fast to slow: device, if a pool is given; host; disk, if ``disk_path`` is set
+    and usable; remote, if ``remote`` is set, reachable now or later. ``share`` is the part of a model's KV that this
+    process holds. ``kv_format`` is its format; entries of other formats are never returned. The store key, if there
+    is one, comes from the environment."""
     check = EntryCheck(Seal.from_environment(), kv_format)
     tiers: list[Tier] = [HostTier(config.host_memory)]
     if device_pool is not None:
@@ -39,7 +39,7 @@ def open_store(
             tenant = None if config.tenant_quota is None else config.tenant
             place = DiskTier(config.disk_path.expanduser(), config.disk_budget, tenant, check, counts_reads=True)
             disk = GuardedTier(place, f"the disk tier in {config.disk_path}")
-            with suppress(TierDownError):  # it hangs, and may come back
+            with suppress(TierDownError):  # the disk hangs, and may come back
                 disk.prepare()
             tiers.append(disk)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What stored entries have to be before they are used: whole, of our format, and, with a store key, ours."""
+"""Checks of stored entries before use: undamaged, of our format and, with a store key, written with that key."""
 
 import hmac
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from kvmosaic.core.store_key import StoreKey
 from kvmosaic.store.memory import Bytes
 
 HEX_DIGITS = 32
-"""Of every checksum, with or without a key."""
+"""Number of hex digits of every checksum, with or without a key."""
 
 
 class Digest(Protocol):
-    """A hash in the making."""
+    """A hash object that takes data."""
 
     def update(self, data: memoryview, /) -> None: ...
 
@@ -23,9 +23,9 @@ class Digest(Protocol):
 
 
 class Seal:
-    """Makes the checksums of entries. Without a store key they find damage (xxh3, 14 GB/s on one core); with one they
-    are HMAC-SHA256, which only those who have the key can make. That takes 1.6 GB/s where processors help, three
-    times what keyed BLAKE2b does, and threads can share it."""
+    """Makes the checksums of entries. Without a store key they detect damage (xxh3, 14 GB/s on one core). With a
+    store key they are HMAC-SHA256, which only holders of the key can make: 1.6 GB/s with hardware support, three
+    times the rate of keyed BLAKE2b, and threads can share the work."""
 
     def __init__(self, key: StoreKey | None = None) -> None:
         self._keys = None if key is None else (key.derive("heads"), key.derive("entries"))
@@ -35,15 +35,16 @@ class Seal:
         return cls(StoreKey.from_environment())
 
     def for_head(self) -> Digest:
-        """Of a head's bytes. A head can be verified by itself."""
+        """A hash for a head's bytes. A head can be verified by itself."""
         return xxhash.xxh3_128() if self._keys is None else hmac.new(self._keys[0], digestmod="sha256")
 
     def for_entry(self) -> Digest:
-        """Of everything else, the checksums of heads included. Another key, so that neither is good as the other."""
+        """A hash for everything else, including the checksums of heads. Its key differs, so that neither checksum can
+        be used as the other."""
         return xxhash.xxh3_128() if self._keys is None else hmac.new(self._keys[1], digestmod="sha256")
 
     def heads(self, data: Bytes) -> list[str]:
-        """One checksum for each of ``[heads, bytes]``."""
+        """The checksum of each head of ``[heads, bytes]``."""
         sums = []
         for head in data:
             digest = self.for_head()
@@ -53,12 +54,12 @@ class Seal:
 
 
 def hexdigest(digest: Digest) -> str:
-    """128 bits, whichever hash it is."""
+    """The first 128 bits of any hash, in hex."""
     return digest.hexdigest()[:HEX_DIGITS]
 
 
 def is_same(given: str, made: str) -> bool:
-    """In a time that does not tell how much of it is right."""
+    """Whether two checksums are equal, compared in constant time."""
     return hmac.compare_digest(given.encode(), made.encode())
 
 
@@ -67,15 +68,15 @@ UNKEYED = Seal()
 
 @dataclass(frozen=True)
 class EntryCheck:
-    """What an engine asks of entries that others may have written."""
+    """Requirements of an engine for entries that others may have written."""
 
     seal: Seal = UNKEYED
     format: KVFormat | None = None
-    """The engine's own; ``None`` for a command, which looks at entries of all engines and serves none."""
+    """Format of the engine; ``None`` for a command, which reads entries of all engines and serves none."""
 
     @property
     def of_one_head(self) -> "EntryCheck":
-        """The same for a single head of an entry."""
+        """The same requirements for a single head of an entry."""
         return self if self.format is None else replace(self, format=replace(self.format, heads=1))
 
 

@@ -1,4 +1,4 @@
-"""Moves entries between tiers: into the budget of each, up when used, down when evicted."""
+"""Moves entries between tiers: up when used, down when evicted, within the budget of each tier."""
 
 import logging
 import time
@@ -16,13 +16,13 @@ from kvmosaic.store.writer import BackgroundWriter
 logger = logging.getLogger(__name__)
 
 STOCK_SECONDS = 10.0
-"""So long after it was counted, a tier whose budget others use up as well is counted anew before it is written to."""
+"""Minimum seconds between two listings of a tier whose budget other processes share. It is listed before writes."""
 STOCK_SHARE = 0.02
-"""Most of the time that such counting may take."""
+"""Maximum share of the time that such listings may take."""
 
 
 class TierStack:
-    """Tiers, each kept within its budget. Slow ones are changed by the writer's thread alone."""
+    """Tiers, each kept within its budget. Only the writer's thread changes slow ones."""
 
     def __init__(self, tiers: Sequence[Tier], kv_format: KVFormat | None = None) -> None:
         self.writer = BackgroundWriter(self._write_through, self._tidy, lambda: sum(tier.progress for tier in tiers))
@@ -32,16 +32,16 @@ class TierStack:
         self.clearing = Clearing(known, self.writer)
         self._stock_due = time.monotonic() + STOCK_SECONDS
         self._unlisted = [level for level in range(len(self.tiers)) if not self._list(level)]
-        """Tiers that were down from the start."""
+        """Levels of tiers that could not be listed since the start."""
         for tier in self.tiers:
             tier.call_when_up(self.writer.request_tidying)
-        if self._unlisted:  # one may have come back before it could tell
+        if self._unlisted:  # one may have come back before the calls were registered
             self.writer.request_tidying()
 
     def contains(self, key: ChunkKey, far: bool = True) -> bool:
-        """Whether ``key`` is in some tier, or on its way to one. Unless ``far``, slow tiers are not asked: what is
-        known of a near one is believed, and others do not count."""
-        # In the order entries move, so that one on the move is not missed.
+        """Whether ``key`` is in some tier, or on its way to one. Unless ``far``, slow tiers are not asked: near ones
+        count if they are believed to have it, far ones do not count."""
+        # In the order in which entries move, so that a moving one is not missed.
         if self.known.size(0, key) is not None or self.writer.get(key) is not None:
             return True
         for level, tier in enumerate(self.tiers[1:], start=1):
@@ -53,12 +53,12 @@ class TierStack:
         return False
 
     def promote(self, level: int, entry: ChunkKV, clears: int) -> None:
-        """Copy an entry found at ``level`` to the faster tiers. ``clears`` is from before it was read."""
+        """Copy an entry found at ``level`` to the faster tiers. ``clears``: number of clears before it was read."""
         tier, key = self.tiers[level], entry.key
         if not tier.is_far and self.known.settle(level, key) is None:  # deleted since it was read
             return
         with self.lock:
-            if clears != self.known.due.count:  # likewise; it must not come back
+            if clears != self.known.due.count:  # cleared since it was read: it must not come back
                 return
             if tier.is_far:
                 self._adopt(level, key, tier.nbytes(entry))
@@ -79,8 +79,8 @@ class TierStack:
         return True
 
     def enqueue(self, entry: ChunkKV, level: int) -> bool:
-        """Have an entry written to all tiers from ``level`` on, later and as far as memory goes; else that it is
-        dropped is counted."""
+        """Queue an entry for all tiers from ``level`` on. Returns whether there was room; if not, the entry is
+        dropped and counted."""
         same = self.tiers[0].get(entry.key) if isinstance(self.tiers[0], HostTier) else None
         added = self.writer.add(same or entry, level, is_extra=same is None)
         if not added:
@@ -96,13 +96,13 @@ class TierStack:
         return False
 
     def flush(self) -> None:
-        """Wait until everything queued is in the slower tiers or was refused there, as long as that gets on."""
+        """Wait until all queued entries are in the slower tiers or were refused, as long as there is progress."""
         left = self.writer.flush()
         if left:
             logger.warning("%d entries are still not written to the slower tiers; going on without waiting", left)
 
     def close(self) -> None:
-        """Write what is queued, then close the tiers. What cannot be written is dropped and counted."""
+        """Write queued entries, then close the tiers. Entries that cannot be written are dropped and counted."""
         left = self.writer.flush()
         if left:
             self._note_drop(self.writer.discard(lambda key: True))
@@ -112,7 +112,7 @@ class TierStack:
             tier.close()
 
     def _tidy(self) -> None:
-        """Whatever is due in slow tiers and can be done now. Runs in the writer's thread."""
+        """Do all pending work in slow tiers that can be done now. Runs in the writer's thread."""
         self.clearing.carry_out()
         self._unlisted = [level for level in self._unlisted if not self.tiers[level].is_up or not self._list(level)]
         self._remove_doomed()
@@ -121,7 +121,7 @@ class TierStack:
         """Store an entry in every tier from level ``first`` on that lacks it. Runs in the writer's thread."""
         key = entry.key
         for level, tier in list(enumerate(self.tiers))[first:]:
-            if self.known.due.covers(level, key):  # cleared just now, or so that the tier could not delete it yet
+            if self.known.due.covers(level, key):  # cleared, and not deleted there yet
                 with self.lock:
                     self.counts["write_errors"] += self.writer.get(key) is not None
                 continue
@@ -134,17 +134,17 @@ class TierStack:
                     if not self._make_room(level, tier.nbytes(entry)):
                         continue
                     self.counts["demotions"] += is_believed and level == first
-                self._remove_doomed()  # before the room is taken
+                self._remove_doomed()  # before their room is used
                 size = self._put(level, entry)
                 if size is None:
                     continue
             with self.lock:
                 self.known.changes += 1
-                if not self.known.due.covers(level, key):  # else what was written is deleted next
+                if not self.known.due.covers(level, key):  # otherwise the new copy is deleted next
                     self._adopt(level, key, size)
 
     def _put(self, level: int, entry: ChunkKV) -> int | None:
-        """Store an entry at ``level``; the bytes it takes, or ``None`` when the tier failed."""
+        """Store an entry at ``level``. Returns the bytes it takes, or ``None`` when the tier failed."""
         tier = self.tiers[level]
         try:
             size = tier.put(entry)
@@ -158,8 +158,8 @@ class TierStack:
         return size
 
     def _list(self, level: int) -> bool:
-        """Take everything that is in a tier into account; whether it could be listed. That evicts nothing, even if
-        there is more than this process would keep."""
+        """Update the account from a listing of a tier. Returns whether it could be listed. Evicts nothing, even if
+        the tier holds more than its budget."""
         there = self.known.scan(self.tiers[level])
         if there is None:
             return False
@@ -176,7 +176,7 @@ class TierStack:
         return True
 
     def _take_stock(self, level: int) -> None:
-        """Notice what other processes wrote to a tier, and what they deleted."""
+        """List a tier again, to notice entries that other processes wrote or deleted."""
         start = time.monotonic()
         self._list(level)
         now = time.monotonic()
@@ -184,10 +184,11 @@ class TierStack:
 
     def _adopt(self, level: int, key: ChunkKey, nbytes: int) -> None:
         self.known.adopt(level, key, nbytes)
-        self._make_room(level, 0)  # what another process wrote may be more than fits
+        self._make_room(level, 0)  # entries of other processes may exceed the budget
 
     def _make_room(self, level: int, nbytes: int) -> bool:
-        """Evict from a tier, if that can help. The lock is held; a slow tier is left to the writer."""
+        """Evict from a tier until ``nbytes`` more fit. Returns whether they do. The lock is held, so evictions from a
+        slow tier are left to the writer."""
         policy = self.policies.get(self.tiers[level].name)
         victims = policy.make_room(nbytes) if policy is not None else []
         for key in victims or ():
@@ -208,7 +209,7 @@ class TierStack:
         self.counts["evictions"] += 1
 
     def _demote(self, level: int, key: ChunkKey) -> None:
-        """Have the next tier hold what this one is about to lose. The lock is held."""
+        """Pass an entry that is about to be evicted to the next tier. The lock is held."""
         below = level + 1
         if self.writer.get(key) is not None:
             if not self.writer.outlives(key):
@@ -216,17 +217,17 @@ class TierStack:
             return
         is_believed = self.known.is_believed(below, key)
         tier = self.tiers[below]
-        # Another process may have deleted it, of which only the tier itself knows; a far one would take too long.
+        # Another process may have deleted it, which only the tier knows. Asking a far tier would take too long.
         if is_believed and (tier.is_far or not tier.is_slow):
             return
         entry, _ = self.known.read(level, key)
         if entry is None:
             return
         try:
-            # A copy: what a tier handed out may be a view of memory that is about to be used again.
+            # A copy: the entry may be a view of memory that is about to be reused.
             added = self.writer.add(in_host_memory(entry), below, is_believed=is_believed)
         except TIER_ERRORS as error:
-            self.known.complain(tier, "get memory for what it is to take", error)
+            self.known.complain(tier, "get memory for an evicted entry", error)
             added = False
         if is_believed:
             return
@@ -235,7 +236,8 @@ class TierStack:
             self._note_drop(1)
 
     def _remove_doomed(self) -> None:
-        """Delete what was evicted from slow tiers, if need be after passing it on. Runs in the writer's thread."""
+        """Delete entries evicted from slow tiers, after queueing them for the next tier if it lacks them. Runs in the
+        writer's thread."""
         while True:
             with self.lock:
                 if not self.known.doomed:
@@ -256,5 +258,5 @@ class TierStack:
     def _note_drop(self, count: int) -> None:
         with self.lock:
             if not self.counts["dropped_writes"]:
-                logger.warning("entries come faster than the slower tiers take them; some are not written there")
+                logger.warning("entries arrive faster than the slower tiers take them; some are not written there")
             self.counts["dropped_writes"] += count

@@ -1,4 +1,4 @@
-"""Copies between GPU and host memory beside the GPU's other work, not in front of it."""
+"""Copies between GPU and host memory that run concurrently with the GPU's other work."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ _local = threading.local()
 
 
 def record_event() -> torch.cuda.Event | None:
-    """The point that the calling thread's GPU work has reached; ``None`` where no GPU is in use."""
+    """An event after the calling thread's GPU work so far; ``None`` if no GPU is in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -20,12 +20,12 @@ def record_event() -> torch.cuda.Event | None:
 
 @contextmanager
 def on_side_stream(after: torch.cuda.Event | None) -> Iterator[None]:
-    """Copies made inside run on a stream of this thread's own, behind ``after``. All are done at the end,
-    so what they read may be freed and what they wrote may be used by any stream."""
+    """Run the copies inside the block on this thread's own stream, after the event ``after``. All are complete at the
+    end, so their sources may be freed and any stream may use their results."""
     if after is None:
         yield
         return
-    # A new thread's current device is the first one, whichever this process works on.
+    # A new thread's current device is the first one, even if this process works on another.
     with torch.cuda.device(after.device):
         if not hasattr(_local, "stream"):
             _local.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

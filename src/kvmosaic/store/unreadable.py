@@ -8,14 +8,14 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import MissReason
 
 ERROR_SECONDS = 30.0
-"""A copy that could not be read for reasons that may pass is tried again after so long."""
+"""Seconds until a copy that could not be read is tried again, unless it is corrupt."""
 REMEMBERED = 10_000
-"""Most copies that are kept in mind; the oldest is simply tried again."""
+"""Maximum number of copies that are remembered. The oldest one is forgotten, and so tried again."""
 
 
 class Unreadable:
-    """Copies whose last read failed, how, and until when: they count as absent until then, or until they are written
-    anew."""
+    """Copies whose last read failed, with the reason and a time limit. They count as absent until that time, or until
+    they are written again."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, ChunkKey], tuple[MissReason, float]] = {}
@@ -25,7 +25,7 @@ class Unreadable:
         return len(self._copies)
 
     def note(self, level: int, key: ChunkKey, reason: MissReason) -> None:
-        """A copy could not be read; a corrupt one never will be."""
+        """Note that a copy could not be read. A corrupt one is not tried again."""
         until = float("inf") if reason is MissReason.CORRUPT else time.monotonic() + ERROR_SECONDS
         with self._lock:
             self._copies.pop((level, key), None)
@@ -34,7 +34,7 @@ class Unreadable:
                 del self._copies[next(iter(self._copies))]
 
     def reason(self, level: int, key: ChunkKey) -> MissReason | None:
-        """Why a copy is not to be read now."""
+        """Why a copy must not be read now; ``None`` if it may be."""
         reason, until = self._copies.get((level, key), (None, 0.0))
         if reason is not None and time.monotonic() > until:
             self.written(level, key)
@@ -42,11 +42,11 @@ class Unreadable:
         return reason
 
     def written(self, level: int, key: ChunkKey) -> None:
-        """There is a new copy."""
+        """Note that there is a new copy."""
         with self._lock:
             self._copies.pop((level, key), None)
 
     def forget(self, matching: Callable[[ChunkKey], bool]) -> None:
-        """These copies are to be deleted."""
+        """Forget ``matching`` copies, which are to be deleted."""
         with self._lock:
             self._copies = {place: why for place, why in self._copies.items() if not matching(place[1])}

@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 * 1024**2
-"""Most memory of queued entries that no tier counts."""
+"""Maximum memory of queued entries that no tier counts, in bytes."""
 PATIENCE_S = 60.0
-"""How long those who wait for the queue do so while nothing of it gets done."""
+"""Seconds without progress after which callers stop waiting for the queue."""
 
 
 class _Job(NamedTuple):
     number: int
-    """Its own: a key may be queued again while its entry is being written."""
+    """Unique: a key may be queued again while its entry is being written."""
     entry: ChunkKV
     level: int
     is_believed: bool
     ready: "torch.cuda.Event | None"
-    """When the entry's data is there."""
+    """Event after which the entry's data is there."""
     extra_bytes: int
-    """Its memory, unless the fastest tier has the same and counts it."""
+    """Bytes of its memory; 0 if the fastest tier uses the same memory and counts it."""
 
 
 class BackgroundWriter:
-    """A queue of entries on their way to slower tiers. What is queued is alive and can be looked up. Nobody ever has
-    to wait for room in it: what would be too much is refused.
+    """A queue of entries on their way to slower tiers. Queued entries can be looked up. Adding never waits for room:
+    entries that do not fit are refused.
 
-    The thread starts with the first entry and ends when the queue is empty. It is not a daemon, so a
-    program that forgets to close the store still writes everything before it exits, and none hangs.
+    The thread starts with the first entry and ends when the queue is empty. It is not a daemon, so a program that
+    forgets to close the store still writes everything before it exits, and does not hang.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class BackgroundWriter:
         progress: Callable[[], int] = lambda: 0,
         max_bytes: int = QUEUE_BYTES,
     ) -> None:
-        """``write`` stores an entry in all tiers from a level on, and is told whether it is believed to be there;
-        ``tidy`` does whatever else slow tiers are due; ``progress`` grows while either gets on."""
+        """``write`` stores an entry in all tiers from a level on; its last argument is whether the tier at that level
+        is believed to have it. ``tidy`` does all other pending work in slow tiers. ``progress()`` grows while either
+        makes progress."""
         self._write = write
         self._tidy = tidy
         self._progress = progress
@@ -60,9 +61,9 @@ class BackgroundWriter:
         self._jobs: dict[ChunkKey, _Job] = {}
         self._extra_bytes = 0
         self._requests = self._tidied = 0
-        """For tidying, made and met."""
+        """Number of requests for tidying that were made, and of those that were met."""
         self._done = 0
-        """How many jobs are behind us."""
+        """Counter that grows with every tidying and every write."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -72,9 +73,9 @@ class BackgroundWriter:
         return None if job is None else job.entry
 
     def add(self, entry: ChunkKV, level: int, is_extra: bool = True, is_believed: bool = False) -> bool:
-        """Queue ``entry`` for all tiers from ``level`` on; whether there was room. ``is_extra``: its memory is not
-        that of an entry in the fastest tier. ``is_believed``: only to make sure that the tier at ``level`` has what
-        it is believed to have. Never waits, so it may be called under a lock."""
+        """Queue ``entry`` for all tiers from ``level`` on. Returns whether it is queued. ``is_extra``: its memory is
+        not that of an entry in the fastest tier. ``is_believed``: the tier at ``level`` is believed to have it, and
+        the write only makes sure. Never waits, so it may be called under a lock."""
         with self._changed:
             queued = self._jobs.get(entry.key)
             if queued is not None and queued.level <= level:
@@ -89,7 +90,8 @@ class BackgroundWriter:
             return True
 
     def outlives(self, key: ChunkKey) -> bool:
-        """The fastest tier lets go of a queued entry, whose memory is extra from now on; whether there is room."""
+        """Note that the fastest tier drops a queued entry, whose memory is extra from now on. Returns whether there
+        is room; if not, the entry is dropped from the queue."""
         with self._changed:
             job = self._jobs.get(key)
             if job is None or job.extra_bytes:
@@ -104,21 +106,22 @@ class BackgroundWriter:
             return True
 
     def request_tidying(self) -> None:
-        """Have ``tidy`` called soon."""
+        """Request a call of ``tidy``."""
         with self._changed:
             self._requests += 1
             self._start()
 
     def wait_for_room(self, patience_s: float = PATIENCE_S) -> None:
-        """Wait until no more than half of the memory is taken: for those who fill on and on, and need not hurry."""
+        """Wait until at most half of the queue's memory is in use. For bulk fills, which need not hurry."""
         self._wait(lambda: 2 * self._extra_bytes <= self._max_bytes, patience_s)
 
     def flush(self, patience_s: float = PATIENCE_S) -> int:
-        """Wait until everything is written or has failed, as long as that gets on; how many entries are left."""
+        """Wait until everything is written or has failed, as long as there is progress. Returns the number of entries
+        that are left."""
         return 0 if self._wait(lambda: not self._jobs and not self._is_untidy, patience_s) else len(self._jobs)
 
     def discard(self, matching: Callable[[ChunkKey], bool]) -> int:
-        """Drop queued entries; how many."""
+        """Drop ``matching`` entries from the queue. Returns their number."""
         with self._changed:
             dropped = [key for key in self._jobs if matching(key)]
             for key in dropped:
@@ -145,7 +148,7 @@ class BackgroundWriter:
         return not self._extra_bytes or self._extra_bytes + nbytes <= self._max_bytes
 
     def _start(self) -> None:
-        """Have a thread running; one that a fork left behind in the parent does not count."""
+        """Start the thread if it is not running. After a fork, the parent's thread does not count."""
         if self._thread is None or not self._thread.is_alive():
             thread = threading.Thread(target=self._run, name="kvmosaic-writer")
             thread.start()
@@ -168,7 +171,7 @@ class BackgroundWriter:
                 self._done += 1
                 self._tidied = requests
                 self._changed.notify_all()
-                job = next(iter(self._jobs.values()), None)  # only now: what is cleared is deleted before it
+                job = next(iter(self._jobs.values()), None)  # only now: cleared entries are deleted before it
             if job is None:
                 continue
             self._attempt(partial(self._carry_out, job))
@@ -187,4 +190,4 @@ class BackgroundWriter:
         try:
             call()
         except Exception:  # a dead writer would leave everything queued
-            logger.exception("the store's writer failed; what it was about to write stays in the faster tiers")
+            logger.exception("the store's writer failed; the entry it was writing stays in the faster tiers")

@@ -63,7 +63,14 @@ def _checks(model: str | None, processes: int) -> Iterator[Row]:
     # Imported here because they import torch, which would slow other commands down.
     from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, runtime, vllm
     from kvmosaic.cli.doctor.model import model_rows
-    from kvmosaic.cli.doctor.settings import disk_tier, host_memory, load_settings, profile, remote_tier
+    from kvmosaic.cli.doctor.settings import (
+        disk_tier,
+        host_memory,
+        learned_sink,
+        load_settings,
+        profile,
+        remote_tier,
+    )
 
     settings, row = load_settings()
     yield from guard("Python, torch", runtime())
@@ -76,4 +83,5 @@ def _checks(model: str | None, processes: int) -> Iterator[Row]:
     yield from guard("remote tier", remote_tier(settings))
     if model is not None:
         yield from guard("profile", profile(model, settings))
+        yield from guard("learned sink", learned_sink(model, settings))
         yield from guard("model", model_rows(model, settings, processes))

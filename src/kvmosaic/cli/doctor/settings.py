@@ -15,6 +15,8 @@ from kvmosaic.cli.doctor.row import GIB, Row, reason
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import load_profile, profile_path
+from kvmosaic.core.sink import LEARNED
+from kvmosaic.models.sink_file import load_sink
 
 SAMPLE = 1000
 """Maximum number of files and folders of the disk tier whose permissions are checked."""
@@ -50,6 +52,24 @@ def profile(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
         yield Row("profile", "fail", f"sets {sets}{beside}", f"profile {path}: {error}")
         return
     yield Row("profile", "ok", f"{path} sets {sets}{beside}")
+
+
+def learned_sink(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
+    """The sink that was learned for the model, if its settings name one. Only an engine can tell whether the sink is
+    really this model's."""
+    found = {} if "sink_prefix" in settings.model_fields_set else load_profile(model)
+    setting = found.get("sink_prefix", settings.sink_prefix)
+    if not setting.startswith(LEARNED):
+        return
+    path = setting.removeprefix(LEARNED)
+    try:
+        sink = load_sink(path)
+    except ConfigError as error:
+        yield Row("learned sink", "fail", path, f"{error}; or choose another sink_prefix")
+        return
+    about = sink.about
+    kl = f"held-out KL {about.kl_after:.3f}, {about.kl_before:.3f} with the text"
+    yield Row("learned sink", "ok", f"{path}: {len(sink.tokens)} tokens, learned for {about.model}; {kl}")
 
 
 def host_memory(settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:

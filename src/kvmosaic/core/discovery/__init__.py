@@ -1,4 +1,4 @@
-"""Finds text that comes back in prompts in which nothing is named."""
+"""Finds recurring text in prompts whose documents are not named."""
 
 from kvmosaic.core.discovery.choice import Discovered
 from kvmosaic.core.discovery.discovery import MIN_RUN, Discovery

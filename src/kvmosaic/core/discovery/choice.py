@@ -1,4 +1,4 @@
-"""Which runs of a prompt become its chunks: those that are stored, or their pieces that are."""
+"""Chooses which runs of a prompt become its chunks, or which stored pieces of a run that is not stored."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -11,24 +11,24 @@ from kvmosaic.core.prompt import Span
 
 @dataclass(frozen=True)
 class Discovered:
-    """What was found in a prompt."""
+    """Result of searching a prompt for runs."""
 
     chunks: tuple[Span, ...] = ()
-    """Its runs, ascending, none overlapping."""
+    """Spans to use as chunks, ascending and not overlapping."""
     to_fill: tuple[Span, ...] = ()
-    """Longer runs that nobody has stored yet: for now, their pieces are chunks."""
+    """Longer runs that are not stored yet. Until they are, their pieces are chunks."""
 
 
 IsStored = Callable[[Span, int], bool]
-"""Whether a span's tokens are stored as a chunk, in a prompt whose first chunk begins at a position."""
+"""Whether the tokens of a span are stored as a chunk, in a prompt whose first chunk begins at the given position."""
 
 
 def choose(
     segments: Segments, shared: int, places: Sequence[Place], others: Sequence[Span], is_stored: IsStored
 ) -> Discovered:
-    """What to use of the runs at ``places``, ascending, behind the first ``shared`` segments, in a prompt with
-    ``others`` as chunks. A run that is made of others is new to the store. Until it is stored, those of its pieces
-    are used that are."""
+    """Chunks from the runs at ``places`` (ascending), which come after the first ``shared`` segments of a prompt that
+    also has the chunks ``others``. A run that is made of other runs might not be stored yet. Until it is, its stored
+    pieces are used instead."""
     first = min((span.start for span in others), default=segments.edges[-1])
     at = segments.edges[shared]
     chunks: list[Span] = []
@@ -47,8 +47,8 @@ def choose(
 
 
 def _stored(place: Place, within: Span, first: int, is_stored: IsStored) -> list[Span]:
-    """The pieces of a run that are stored, ascending, none overlapping. Where one reaches out of the run, what is
-    there may be another text, which is not stored."""
+    """The stored pieces of a run, ascending and not overlapping. A piece may extend beyond the run; if this prompt
+    has a different text there, the piece is not stored."""
     found: list[Span] = []
     at = within.start
     for piece in place.run.pieces_at(place.start):

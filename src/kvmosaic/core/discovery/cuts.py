@@ -1,4 +1,4 @@
-"""Where a prompt is cut: its own tokens choose, so the same text has the same cuts wherever it stands."""
+"""Cuts prompts into segments. Only the tokens decide where, so the same text has the same cuts at any position."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,9 +9,9 @@ import numpy.typing as npt
 from kvmosaic.core.prompt import Span
 
 REACH = 4
-"""Tokens on either side that a cut depends on. Two cuts are further apart than that."""
+"""Number of tokens on either side that a cut depends on. Two cuts are more than this many tokens apart."""
 MAX_SEGMENT = 32
-"""Maximum tokens between two cuts; texts of which all tokens are the same have none of their own."""
+"""Maximum length of a segment, in tokens. Longer ones are split: one repeated token has no cuts of its own."""
 
 _FIRST, _SECOND, _MIX = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93))
 _SHIFT = np.uint64(32)
@@ -19,14 +19,14 @@ _MOST = 2**32 - 1
 
 
 class Cuts(NamedTuple):
-    """A prompt as consecutive segments. Those with tokens that no run may hold are *barriers*."""
+    """A prompt as consecutive segments. Segments with tokens that no run may contain are *barriers*."""
 
     edges: npt.NDArray[np.int64]
-    """Where each segment begins, and the prompt's length."""
+    """Start of each segment, then the prompt's length."""
     is_barrier: npt.NDArray[np.bool_]
 
     def regions(self) -> list[Span]:
-        """For each segment, the tokens around it that are in no barrier; for a barrier, itself."""
+        """For each segment, the surrounding tokens up to the nearest barriers. For a barrier, the barrier itself."""
         first = self.is_barrier | np.concatenate(([True], self.is_barrier[:-1]))
         starts = np.flatnonzero(first)
         counts = np.diff(starts, append=len(self.is_barrier)).tolist()
@@ -38,19 +38,19 @@ class Cuts(NamedTuple):
 
 
 class Cutter:
-    """Cuts prompts at some of their tokens, and on both sides of what no run may hold."""
+    """Cuts prompts at some of their tokens, and on both sides of tokens that no run may contain."""
 
     def __init__(self, markers: Iterable[int], shortest: int) -> None:
-        """``markers``: token ids that stand between the turns of a conversation. ``shortest``: tokens of a run."""
+        """``markers``: ids of tokens between the turns of a conversation. ``shortest``: minimum tokens of a run."""
         self._shortest = shortest
         known = sorted(marker for marker in markers if marker >= 0)
-        self._is_marker = np.zeros(known[-1] + 2 if known else 1, np.bool_)  # the last one stands for all others
+        self._is_marker = np.zeros(known[-1] + 2 if known else 1, np.bool_)  # the last item stands for all larger ids
         self._is_marker[known] = True
 
     def cut(self, tokens: npt.NDArray[np.int64], covered: Sequence[Span]) -> Cuts:
-        """No run may hold a marker, a token of ``covered``, or the last token, which is left to prefill. Text between
-        those that is shorter than a run belongs to the barrier, so there are fewer segments than a fifth of the
-        tokens, whatever clients send."""
+        """The segments of a prompt. No run may contain a marker, a token of ``covered``, or the last token, which is
+        left to prefill. Text between these that is too short for a run becomes part of the barrier. This bounds the
+        number of segments to about a fifth of the number of tokens, whatever clients send."""
         regions = self._regions(tokens, covered)
         is_cut = _is_chosen(tokens)
         edges = [np.zeros(1, np.int64)]
@@ -70,7 +70,7 @@ class Cutter:
         return Cuts(np.concatenate(edges), np.concatenate(flags))
 
     def _regions(self, tokens: npt.NDArray[np.int64], covered: Sequence[Span]) -> list[tuple[int, int]]:
-        """Where runs may be, ascending."""
+        """Ranges that may contain runs, ascending."""
         is_free = np.zeros(len(tokens) + 2, np.bool_)  # with a border on either side
         is_free[1:-1] = ~self._is_marker[np.clip(tokens, 0, len(self._is_marker) - 1)]
         is_free[-2] = False
@@ -83,9 +83,9 @@ class Cutter:
 
 
 def _is_chosen(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Whether a segment begins at a token: where the hash of it and the one before it is less than those of its
-    neighbours. Not secret: engines that share a store should find the same runs, and whoever chooses tokens can
-    neither have more cuts made nor have them made where they cost anything."""
+    """Whether a segment begins at each token: if the hash of the token and its predecessor is less than the hashes of
+    its neighbours. The hash is not secret, because engines that share a store should find the same runs. Clients that
+    choose tokens can neither increase the number of cuts beyond the limit nor place them where they are expensive."""
     values = tokens.astype(np.uint64) * _SECOND
     values[1:] += tokens[:-1].astype(np.uint64) * _FIRST
     values ^= values >> _SHIFT
@@ -93,14 +93,14 @@ def _is_chosen(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     short = (values >> _SHIFT).astype(np.uint32)
     padded = np.full(len(short) + 2 * REACH, _MOST, np.uint32)
     padded[REACH : REACH + len(short)] = short
-    least = padded[: len(padded) - REACH + 1].copy()  # from each on, of as many as a cut reaches
+    least = padded[: len(padded) - REACH + 1].copy()  # minimum of the REACH hashes from each index on
     for shift in range(1, REACH):
         np.minimum(least, padded[shift : shift + len(least)], out=least)
     return (short < least[: len(short)]) & (short < least[REACH + 1 :])
 
 
 def _bounded(ends: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.int64]:
-    """The ends of segments, the first of which begins at ``start``, and further ones where segments are too long."""
+    """``ends`` of consecutive segments, the first of which begins at ``start``, with long segments split."""
     begins = np.concatenate(([start], ends[:-1]))
     long = np.flatnonzero(ends - begins > MAX_SEGMENT)
     if not len(long):

@@ -1,4 +1,4 @@
-"""Finds text that comes back behind other beginnings, in prompts in which nothing is named."""
+"""Finds text that recurs after different beginnings, in prompts whose documents are not named."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -14,23 +14,24 @@ from kvmosaic.core.discovery.segments import SegmentHasher, Segments
 from kvmosaic.core.prompt import Span
 
 MIN_RUN = 64
-"""Tokens of the shortest run that is worth an entry. Passages of a hundred words have twice as many."""
+"""Minimum length of a run that is worth an entry, in tokens. A passage of a hundred words has about twice as many."""
 
 
 class Discovery:
-    """Is shown prompts one after the other, and says which spans of each are *runs*: texts that an earlier prompt had
-    behind another beginning.
+    """Looks at prompts one after the other and finds the *runs* of each: texts that an earlier prompt had after a
+    different beginning.
 
-    The first prompt with a document shows it. The second makes it a run, to be stored; the third finds it. What a
-    prompt begins with like an earlier one is left to the engine's own prefix cache, and has the chunks it had there.
+    The first prompt with a document introduces it. The second makes it a run, to be stored. The third finds it in the
+    store. A beginning that a prompt shares with an earlier one is left to the engine's own prefix cache, and keeps
+    the chunks that it had in the earlier prompt.
 
-    Hashes say what is equal. Were two of them equal by chance, a span would count as a run that nobody has stored:
-    the store compares tokens. Takes linear time for any prompt, and at most 32 MiB of memory besides 32 bytes for
-    each token of the longest prompt."""
+    Texts are compared by their hashes. After a hash collision a span counts as a run but is not found in the store,
+    because the store compares tokens. Takes linear time for any prompt. Memory: at most 32 MiB, and 32 bytes per
+    token of the longest prompt."""
 
     def __init__(self, markers: Iterable[int], prefix_tokens: int, shortest: int = MIN_RUN) -> None:
-        """``markers``: token ids between the turns of a conversation, which no run holds. ``prefix_tokens``: tokens
-        that the engine's own prefix cache holds. ``shortest``: tokens of a run."""
+        """``markers``: ids of tokens between the turns of a conversation, which no run contains. ``prefix_tokens``:
+        capacity of the engine's own prefix cache, in tokens. ``shortest``: minimum tokens of a run."""
         self._shortest = shortest
         self._cutter = Cutter(markers, shortest)
         self._hasher = SegmentHasher()
@@ -45,10 +46,10 @@ class Discovery:
         salt: str | None = None,
         is_stored: IsStored = lambda span, first: False,
     ) -> Discovered:
-        """The runs of the next prompt: none overlaps one of ``covered``, none ends with the prompt. Prompts of
-        different salts never learn from each other.
+        """The runs of the next prompt. None overlaps a span of ``covered``, and none includes the last token. Prompts
+        with different salts never share runs.
 
-        ``is_stored`` is only asked about runs that are made of others, and about those."""
+        ``is_stored`` is only called for runs that are made of other runs, and for these pieces."""
         if len(tokens) <= self._shortest:
             return Discovered()
         numbers = np.asarray(tokens, np.int64)
@@ -61,7 +62,7 @@ class Discovery:
         return Discovered((*chunks, *new.chunks), new.to_fill)
 
     def _new(self, segments: Segments, shared: int) -> list[Place]:
-        """The runs behind the first ``shared`` segments: those that were known, and those that are from now on."""
+        """The runs after the first ``shared`` segments: known ones, and new ones, which are known from now on."""
         known = self._runs.find(segments, shared)
         chunks: list[Place] = []
         at = reached = 0
@@ -74,7 +75,7 @@ class Discovery:
             while at < len(known) and known[at].start < stop:
                 inside.append(known[at])
                 at += 1
-            if reached > start:  # by a run of the stretch before
+            if reached > start:  # by a run of the previous stretch
                 begin = bisect_left(segments.edges, reached)
             settled = self._settle(segments, begin, end, inside)
             chunks += settled
@@ -83,11 +84,11 @@ class Discovery:
         return chunks
 
     def _settle(self, segments: Segments, begin: int, end: int, known: list[Place]) -> list[Place]:
-        """Runs of a stretch of segments that an earlier prompt had, too, in which there are ``known`` ones.
+        """Runs of a stretch of segments that an earlier prompt also had. ``known``: the known runs in it.
 
-        Known runs are what is stored, so they are used, and the text between them becomes runs of its own. But where
-        the same pieces come back twice as the same longer text and as nothing else, that text is the run: one entry
-        in place of several, each of which knows nothing of the others. They are used until that entry is stored."""
+        Known runs may be stored, so they are used, and the text between them becomes new runs. But if the same pieces
+        recur twice as the same longer text, and not otherwise, that text becomes the run. It is one entry instead of
+        several that were computed without each other. The pieces are used until that entry is stored."""
         if begin >= end:
             return [_alone(place) for place in known]
         start, stop = segments.edges[begin], segments.edges[end]
@@ -96,7 +97,7 @@ class Discovery:
         pieces = sorted([*known, *self._gaps(segments, begin, end, known)], key=lambda piece: piece.start)
         if len(pieces) == 1 and not known:
             return pieces
-        # A known run may begin or end where this prompt has no cut.
+        # A known run may begin or end at a position where this prompt has no cut.
         if pieces and (pieces[0].start < start - MAX_SEGMENT or pieces[-1].end > stop + MAX_SEGMENT):
             return [_alone(piece) for piece in pieces]
         whole = hash(tuple(piece.run.digest for piece in pieces))
@@ -109,7 +110,7 @@ class Discovery:
         return pieces
 
     def _gaps(self, segments: Segments, begin: int, end: int, known: list[Place]) -> list[Place]:
-        """What is between ``known`` runs of a stretch and long enough, as new runs."""
+        """New runs: the text between the ``known`` runs of a stretch, where it is long enough."""
         edges = segments.edges
         firsts = [begin, *(bisect_left(edges, place.end) for place in known)]
         lasts = [*(bisect_right(edges, place.start) - 1 for place in known), end]
@@ -121,6 +122,6 @@ class Discovery:
 
 
 def _alone(place: Place) -> Place:
-    """A run that is no part of a longer text."""
+    """The place, with its run marked as not part of a longer text."""
     place.run.within = 0
     return place

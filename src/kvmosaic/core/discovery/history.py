@@ -1,4 +1,4 @@
-"""What earlier prompts had, in a fixed amount of memory."""
+"""Segments and beginnings of earlier prompts, in a fixed amount of memory."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,34 +6,34 @@ import numpy.typing as npt
 from kvmosaic.core.discovery.segments import Segments
 
 HISTORY = 2**18
-"""Segments that are remembered, of about 9 tokens each; the oldest leave."""
+"""Maximum number of remembered segments, of about 9 tokens each. The oldest are evicted."""
 SLOTS = 2**19
-"""Places of a table. One that is needed for something new forgets what it had."""
+"""Number of slots of a hash table. A new item replaces the old item of its slot."""
 _SLOT = np.uint64(SLOTS - 1)
 
 
 class History:
-    """The segments of earlier prompts, one after the other, and their beginnings. Memory: 14 MiB."""
+    """The segments of earlier prompts in order, and the beginnings of these prompts. Memory: 14 MiB."""
 
     def __init__(self, prefix_tokens: int) -> None:
-        """``prefix_tokens``: tokens that the engine's own prefix cache holds. What was not seen for as many is taken
-        to have left it."""
+        """``prefix_tokens``: capacity of the engine's own prefix cache, in tokens. A beginning is assumed to be
+        evicted from that cache once this many new tokens have come since it was last seen."""
         self._prefix_tokens = prefix_tokens
-        # Written at once: the first write to a page takes longer than all else that is done for a segment.
+        # Filled here, because the first write to a page takes longer than all other work for a segment.
         self._hashes = np.full(HISTORY, 0, np.uint64)
-        """Of segment number n at n modulo ``HISTORY``. A prompt ends with a barrier."""
+        """Hash of segment number n, at index n modulo ``HISTORY``. The last segment of a prompt is a barrier."""
         self._latest = np.full(SLOTS, 0, np.int64)
-        """By hash: 1 + the number of the latest segment."""
+        """By hash of a segment: 1 + the number of the latest such segment."""
         self._prefixes = np.full(SLOTS, 0, np.uint64)
-        """By hash: that hash, of a beginning of a prompt."""
+        """By hash of a prompt's beginning: that hash."""
         self._seen = np.full(SLOTS, 0, np.int64)
-        """And when it was seen last."""
+        """By hash of a prompt's beginning: value of ``_tokens`` when it was last seen."""
         self._count = 0
         self._tokens = 0
-        """New tokens so far: the time."""
+        """Number of new tokens so far, used as a clock."""
 
     def shared(self, segments: Segments) -> int:
-        """How many segments ``segments`` begin with that an earlier prompt began with, too."""
+        """Number of leading segments that an earlier prompt also began with."""
         slots = segments.prefixes & _SLOT
         is_seen = self._prefixes[slots] == segments.prefixes
         is_seen &= self._seen[slots] + self._prefix_tokens > self._tokens
@@ -41,8 +41,8 @@ class History:
         return int(places[-1]) + 1 if len(places) else 0
 
     def stretches(self, segments: Segments, first: int, shortest: int) -> list[tuple[int, int]]:
-        """Which segments from ``first`` on are consecutive in one earlier prompt, too, with ``shortest`` tokens
-        at least: ``(begin, end)``, ascending, none overlapping."""
+        """Ranges ``(begin, end)`` of segments from ``first`` on that are also consecutive in an earlier prompt and
+        have at least ``shortest`` tokens. Ascending and not overlapping."""
         hashes = segments.hashes[first:]
         places = self._latest[hashes & _SLOT] - 1
         is_known = (places >= max(0, self._count - HISTORY)) & (hashes > 0)
@@ -57,7 +57,7 @@ class History:
         ]
 
     def _bridged(self, numbers: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """``numbers``, also of segments that the tables forgot, where those before or behind them tell."""
+        """``numbers``, completed for segments that the table lost, as far as their neighbours tell the numbers."""
         indices = np.arange(len(numbers))
         before = np.maximum.accumulate(np.where(numbers >= 0, indices, -1))
         behind = np.minimum.accumulate(np.where(numbers >= 0, indices, len(numbers))[::-1])[::-1]
@@ -70,9 +70,10 @@ class History:
         return numbers
 
     def _followed(self, numbers: npt.NDArray[np.int64], hashes: list[int]) -> list[tuple[int, int]]:
-        """Where segments stand that follow each other in the history, too. ``numbers``: there, of the latest that
-        equals each, or -1. One in the middle may have a later equal elsewhere."""
-        # What the numbers alone tell to be of one kind is taken in one go.
+        """Ranges of segments that also follow each other in the history. ``numbers``: for each segment, the number of
+        the latest equal segment in the history, or -1. That may be elsewhere for a segment in the middle of a
+        range."""
+        # Segments with consecutive numbers, or with none, are handled in one step.
         breaks = np.flatnonzero((numbers[1:] != numbers[:-1] + 1) & ((numbers[1:] >= 0) | (numbers[:-1] >= 0))) + 1
         ends = np.concatenate((breaks, [len(numbers)]))
         until = np.repeat(ends, np.diff(ends, prepend=0)).tolist()
@@ -94,14 +95,14 @@ class History:
                 expected = latest[at]
             expected += until[at] - at
             at = until[at]
-        return found  # the last segment is a barrier, so nothing is left open
+        return found  # the last segment is a barrier, which ends any range
 
     def add(self, segments: Segments, shared: int) -> None:
-        """Remember a prompt, of which the first ``shared`` segments are those of an earlier one."""
+        """Remember a prompt that shares its first ``shared`` segments with an earlier one."""
         new = segments.hashes[shared:][-HISTORY:]
         numbers = np.arange(self._count, self._count + len(new))
         self._hashes[numbers % HISTORY] = new
-        self._latest[new & _SLOT] = numbers + 1  # what barriers write is never read
+        self._latest[new & _SLOT] = numbers + 1  # values written for barriers are never read
         self._count += len(new)
         self._tokens += segments.edges[-1] - segments.edges[shared]
         slots = segments.prefixes & _SLOT

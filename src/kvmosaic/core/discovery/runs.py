@@ -1,4 +1,4 @@
-"""Runs: pieces of text that were seen behind different beginnings."""
+"""Runs: texts that were seen after different beginnings."""
 
 from array import array
 from collections import OrderedDict
@@ -11,39 +11,39 @@ from kvmosaic.core.discovery.segments import Segments
 from kvmosaic.core.prompt import Span
 
 MAX_RUNS = 2**14
-"""Maximum runs that are known; the one used least recently leaves."""
+"""Maximum number of known runs. The least recently used one is evicted."""
 MAX_ALIKE = 8
-"""Maximum runs with the same second segment, so that looking for the longest is quick."""
+"""Maximum number of runs with the same second segment, so that finding the longest is fast."""
 MAX_PIECES = 16
-"""Maximum pieces that a run remembers: the longest ones."""
+"""Maximum number of pieces that a run remembers: the longest ones."""
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """A text that was seen behind different beginnings."""
+    """A text that was seen after different beginnings."""
 
     anchor: int
-    """Hash of its second segment. Where the first one begins may depend on what stands before the run."""
+    """Hash of the second segment. The start of the first segment may depend on the text before the run."""
     lead: int
-    """Tokens before that."""
+    """Number of tokens before the second segment."""
     tokens: int
     digest: int
     used: int = 0
-    """When it was used last."""
+    """Use counter of :class:`Runs` at the last use."""
     within: int = 0
-    """Stands for the pieces of the longer text that it was one of when it was seen last; 0: of none."""
+    """Hash of all pieces of the longer text that the run was part of when last seen; 0 if it was part of none."""
     pieces: "array[int] | None" = None
-    """Where the runs that it was made of begin and end, from its own beginning on. One of them may begin before it or
-    end behind it, and there may be smaller ones inside of it."""
+    """Starts and ends of the runs that this one was made of, relative to its own start. A piece may begin before this
+    run or end after it, and may contain smaller pieces."""
 
     def pieces_at(self, start: int) -> list[Span]:
-        """The runs that it was made of, in a prompt in which it begins at ``start``: ascending, the longest first."""
+        """Spans of the runs that this one was made of, if it begins at ``start``: by start, longest first."""
         offsets = self.pieces or ()
         return [Span(start + begin, start + end) for begin, end in zip(offsets[::2], offsets[1::2], strict=True)]
 
 
 class Place(NamedTuple):
-    """Tokens ``start .. end-1`` of a prompt, which are a run."""
+    """A run at tokens ``start .. end-1`` of a prompt."""
 
     start: int
     end: int
@@ -55,18 +55,18 @@ class Place(NamedTuple):
         return Span(self.start, self.end)
 
     def remember(self, pieces: Iterable["Place"]) -> None:
-        """Its run is made of ``pieces``, and of what these were made of."""
+        """Record that this run is made of ``pieces``, and of the pieces of these."""
         spans = [span for piece in pieces for span in (piece.span, *piece.run.pieces_at(piece.start))]
         spans = sorted(sorted(spans, key=len)[-MAX_PIECES:], key=lambda span: (span.start, -span.end))
         self.run.pieces = array("i", [edge - self.start for span in spans for edge in (span.start, span.end)])
 
 
 class Runs:
-    """The runs that are known. Memory: 640 bytes for each, 10 MiB in all."""
+    """The known runs. Memory: 640 bytes per run, 10 MiB in all."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[int, Run] = OrderedDict()
-        """By digest, the one used least recently first."""
+        """By digest, the least recently used first."""
         self._anchored: dict[int, list[Run]] = {}
         """By anchor, the longest first."""
         self._uses = 0
@@ -75,18 +75,18 @@ class Runs:
         return len(self._runs)
 
     def find(self, segments: Segments, first: int) -> list[Place]:
-        """The runs in a prompt from segment ``first`` on: at each place the longest, then what follows it."""
+        """The known runs in a prompt from segment ``first`` on, not overlapping, the longest at each position."""
         hashes, anchored = segments.hash_list, self._anchored
         anchors = [index for index in range(first, len(hashes)) if hashes[index] in anchored] if anchored else []
         found: list[Place] = []
         at = segments.edges[first]
         best: Place | None = None
-        # Else prompts could be made in which everything is tried everywhere.
+        # Without this limit, a client could build prompts in which all runs are tried everywhere.
         failures = MAX_ALIKE + len(segments) // 8
         for index in anchors:
             edge = segments.edges[index]
             if best is not None and edge > min(best.end, best.start + 2 * MAX_SEGMENT):
-                found.append(best)  # what may yet come begins at another place
+                found.append(best)  # later candidates begin at another position
                 at, best = best.end, None
             if edge < at or failures <= 0:
                 continue
@@ -101,8 +101,8 @@ class Runs:
         return found
 
     def _longest(self, segments: Segments, index: int, at: int) -> tuple[Place | None, int]:
-        """The longest run that segment ``index`` is the anchor of and that does not begin before ``at``, and how many
-        were tried in vain."""
+        """The longest run with segment ``index`` as anchor, at ``at`` or later, and the number of failed
+        comparisons."""
         region, edge = segments.regions[index], segments.edges[index]
         failed = 0
         for run in self._anchored[segments.hash_list[index]]:
@@ -115,7 +115,7 @@ class Runs:
         return None, failed
 
     def add(self, segments: Segments, begin: int, end: int) -> Place:
-        """Know segments ``begin .. end-1`` of a prompt, two at least, as a run from now on."""
+        """Add segments ``begin .. end-1`` of a prompt, at least two, as a run."""
         start, middle, stop = (segments.edges[index] for index in (begin, begin + 1, end))
         digest = segments.digest(start, stop)
         if digest not in self._runs:

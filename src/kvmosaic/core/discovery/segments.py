@@ -1,4 +1,4 @@
-"""A prompt as hashed segments: what is equal is told by numbers, at no cost that grows with its length."""
+"""A prompt as hashed segments, so that the cost of comparing two texts does not depend on their length."""
 
 import hashlib
 import secrets
@@ -12,9 +12,9 @@ from kvmosaic.core.discovery.cuts import Cuts
 from kvmosaic.core.prompt import Span
 
 PRIME = 2**31 - 1
-"""Modulus of each of the two hashes that make one: products fit into 64 bits."""
+"""Modulus of the two hashes that are joined into one. Products fit into 64 bits."""
 _MARK = 1 << 62
-"""A bit that every hash has, so that none is 0."""
+"""A bit that is set in every hash, so that no hash is 0."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Segments:
     """A prompt's segments ``0 .. count-1``."""
 
     edges: list[int]
-    """Where each begins, and the prompt's length."""
+    """Start of each segment, then the prompt's length."""
     regions: list[Span]
-    """Of each: the tokens around it that are in no barrier; of a barrier, itself."""
+    """For each segment, the surrounding tokens up to the nearest barriers. For a barrier, the barrier itself."""
     hashes: npt.NDArray[np.uint64]
-    """Of each segment's tokens; 0 for barriers, which equal nothing."""
+    """Hash of each segment's tokens; 0 for barriers, which are equal to nothing."""
     prefixes: npt.NDArray[np.uint64]
-    """For each segment, of all tokens of the prompt up to its end."""
+    """For each segment, hash of all tokens of the prompt up to the segment's end."""
     _sums: npt.NDArray[np.uint64]
     _inverses: npt.NDArray[np.uint64]
     _salt: int
@@ -46,14 +46,14 @@ class Segments:
 
     @cached_property
     def hash_list(self) -> list[int]:
-        """``hashes``, where they are taken one by one."""
+        """``hashes`` as a list, for access to single items."""
         hashes: list[int] = self.hashes.tolist()
         return hashes
 
 
 class SegmentHasher:
-    """Hashes prompts by polynomials over their tokens at two secret points, so that no client can build texts of one
-    hash. Memory: 32 bytes for each token of the longest prompt."""
+    """Hashes prompts by polynomials over their tokens at two secret points, so that clients cannot construct
+    collisions. Memory: 32 bytes per token of the longest prompt."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
@@ -62,7 +62,7 @@ class SegmentHasher:
         self._inverses = np.ones((2, 1), np.uint64)
 
     def hash(self, tokens: npt.NDArray[np.int64], cuts: Cuts, salt: str | None) -> Segments:
-        """Prompts of different salts have no hash in common."""
+        """The hashed segments of a prompt. Prompts with different salts have no hashes in common."""
         while self._powers.shape[1] <= len(tokens):
             self._grow()
         prime = np.uint64(PRIME)
@@ -71,8 +71,8 @@ class SegmentHasher:
         np.multiply(tokens.astype(np.uint64) + np.uint64(1), self._powers[:, : len(tokens)], out=terms)
         high = terms >> np.uint64(31)
         terms &= prime
-        terms += high  # the same modulo the prime, in 32 bits
-        np.cumsum(terms, axis=1, out=terms)  # with room for four billion tokens
+        terms += high  # equal modulo the prime, and at most 32 bits
+        np.cumsum(terms, axis=1, out=terms)  # 64 bits have room for four billion tokens
         sums = totals[:, cuts.edges] % prime
         inverses = self._inverses[:, cuts.edges[:-1]]
         number = self._salt(salt)
@@ -82,7 +82,7 @@ class SegmentHasher:
         return Segments(cuts.edges.tolist(), cuts.regions(), hashes, prefixes, totals, self._inverses, number)
 
     def _grow(self) -> None:
-        """Twice as many powers."""
+        """Double the number of powers."""
         size, prime = self._powers.shape[1], np.uint64(PRIME)
         grown = []
         for table, sign in ((self._powers, 1), (self._inverses, -1)):
@@ -93,12 +93,12 @@ class SegmentHasher:
     def _salt(self, salt: str | None) -> int:
         if salt is None:
             return 0
-        text = salt.encode(errors="surrogatepass")  # JSON can write half of a character
+        text = salt.encode(errors="surrogatepass")  # JSON can contain single surrogates
         digest = hashlib.blake2b(text, key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little") % _MARK
 
 
 def _joined(pairs: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[np.uint64]:
-    """One hash of each pair."""
+    """One hash for each pair."""
     joined: npt.NDArray[np.uint64] = (pairs[0] << np.uint64(31) | pairs[1]) ^ np.uint64(salt) | np.uint64(_MARK)
     return joined

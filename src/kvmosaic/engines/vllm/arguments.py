@@ -30,8 +30,9 @@ def engine_arguments(config: ChunkCacheConfig) -> dict[str, Any]:
 
 
 def refuse_unsupported(engine_args: Any) -> None:
-    """Say in one line why the chunk cache cannot work with vLLM's ``EngineArgs``, before any process is started."""
-    import vllm  # here, as the rest of this module is also wanted where vLLM is missing or broken
+    """Raise :class:`ConfigError`, with one line, if the chunk cache cannot work with vLLM's ``EngineArgs``. To be
+    called before any process is started."""
+    import vllm  # here, because the rest of this module is also used where vLLM is missing or broken
 
     problem = version_problem(vllm.__version__)
     if problem is not None:
@@ -44,8 +45,8 @@ def refuse_unsupported(engine_args: Any) -> None:
 def served_dtype(engine_args: Any) -> Any:
     """The ``dtype`` to give vLLM instead of the one in its ``EngineArgs``.
 
-    It is float32 where "auto" would choose what this CPU cannot run; a log line says so. An explicit bfloat16 is
-    refused there.
+    It is float32 if "auto" would choose a dtype that this CPU cannot run; this is logged. An explicit bfloat16 is
+    refused on such a CPU.
     """
     from vllm.platforms import current_platform
 
@@ -65,5 +66,5 @@ def served_dtype(engine_args: Any) -> Any:
 
 
 def _name(dtype: object) -> str:
-    """``bfloat16`` of ``torch.bfloat16``, too."""
+    """The dtype's name without ``torch.``: ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")

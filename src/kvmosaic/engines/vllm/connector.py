@@ -22,8 +22,8 @@ from kvmosaic.engines.vllm.worker_side.side import WorkerSide
 
 class ChunkConnector(KVConnectorBase_V1):
     """Reuses chunks inside vLLM. A request whose chunks are in slower tiers waits until they are in the fastest one,
-    while others run; then everything is loaded before its first forward: in the same step, or, if that would keep
-    others waiting for long, slice by slice in those before it."""
+    while other requests run. Everything is then loaded before its first forward: in the same step or, if that would
+    delay other requests for long, slice by slice in the steps before it."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -112,14 +112,16 @@ class ChunkConnector(KVConnectorBase_V1):
             self.worker.wait_for_all()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """What comes from host memory may still be on its way; all else is there before the forward starts."""
+        """Wait for a layer's KV that is still arriving from host memory. All other KV is in place before the forward
+        starts."""
         self.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Chunks are stored when they are filled, never from a request's own KV."""
+        """Do nothing: chunks are stored when they are filled, never from a request's own KV."""
 
     def wait_for_save(self) -> None:
-        """The store writes in the background. What was to arrive has to be there, also if no layer asked for it."""
+        """Wait for all arriving KV, including layers that were not waited for in the forward. The store itself writes
+        in the background."""
         if self._worker is not None:
             self._worker.wait_for_all()
 

@@ -17,12 +17,12 @@ from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported
 from kvmosaic.models import resolve
 
 Documents = Sequence[str] | Sequence[Sequence[str]] | None
-"""One list for all prompts, or a list for each."""
+"""Documents of prompts: one list for all prompts, or a list for each."""
 
 
 class LLM(vllm.LLM):  # type: ignore[misc]
-    """``vllm.LLM`` plus the keywords of :class:`ChunkCacheConfig`, and documents that requests name; everything else
-    is vLLM's."""
+    """``vllm.LLM`` with the keywords of :class:`ChunkCacheConfig` and with documents that requests name. Everything
+    else is vLLM's."""
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in ChunkCacheConfig.model_fields if name in kwargs}
@@ -39,7 +39,7 @@ class LLM(vllm.LLM):  # type: ignore[misc]
     def generate(
         self, prompts: Any, sampling_params: Any = None, *more: Any, documents: Documents = None, **options: Any
     ) -> list[vllm.RequestOutput]:
-        """As ``vllm.LLM.generate``. ``documents`` are texts that are chunks wherever they stand in a prompt: one list
+        """As ``vllm.LLM.generate``. ``documents`` are texts that are chunks wherever they occur in a prompt: one list
         for all prompts, or a list for each."""
         if documents is not None:
             names = names_for_each(documents, 1 if _is_one_prompt(prompts) else len(prompts))
@@ -49,8 +49,8 @@ class LLM(vllm.LLM):  # type: ignore[misc]
     def chat(
         self, messages: Any, sampling_params: Any = None, *more: Any, documents: Documents = None, **options: Any
     ) -> list[vllm.RequestOutput]:
-        """As ``vllm.LLM.chat``. Besides ``documents``, the text parts of messages are chunks, but for the last one of
-        each user message, and results of tools, as far as ``chunk_sources`` has them."""
+        """As ``vllm.LLM.chat``. Besides ``documents``, text parts of messages, except the last part of each user
+        message, and results of tools are chunks, if ``chunk_sources`` includes them."""
         config = self.chunk_cache_config
         talks = conversations(messages)
         params = []
@@ -67,19 +67,19 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         return self.collective_rpc("chunk_cache_stats")[0]
 
     def _naming(self, sampling: Any, params: Sequence[Mapping[str, Any]]) -> Any:
-        """Sampling parameters that also have those of the chunk cache, one for each prompt; the caller's own are left
-        as they are."""
+        """Sampling parameters for each prompt, with those of the chunk cache added. The caller's objects are not
+        changed."""
         if not self.chunk_cache_config.enable_chunk_cache or not any(any(each.values()) for each in params):
             return sampling
         given = self.get_default_sampling_params() if sampling is None else sampling
         each = list(given) if isinstance(given, Sequence) else [given] * len(params)
         if len(each) != len(params):
-            return sampling  # vLLM says so
+            return sampling  # vLLM reports the mismatch
         return [_with(one, names) for one, names in zip(each, params, strict=True)]
 
 
 def _with(sampling: vllm.SamplingParams, params: Mapping[str, Any]) -> vllm.SamplingParams:
-    """A copy with these request parameters; those that the caller set itself come first."""
+    """A copy with these request parameters. Parameters that the caller set take precedence."""
     extra = sampling.extra_args or {}
     ours = {name: value for name, value in params.items() if value}
     theirs = extra.get("kv_transfer_params") or {}
@@ -89,5 +89,5 @@ def _with(sampling: vllm.SamplingParams, params: Mapping[str, Any]) -> vllm.Samp
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    """A text, a dictionary, or token ids."""
+    """Whether ``prompts`` is a single prompt: a text, a dictionary, or token ids."""
     return isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))

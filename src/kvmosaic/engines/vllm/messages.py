@@ -1,4 +1,4 @@
-"""What the scheduler's process and the workers' tell each other, once per step."""
+"""Messages between the scheduler's process and the workers' processes, sent once per step."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from kvmosaic.core.prompt import ChunkedPrompt
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkLoad:
-    """What the worker has to do for one request before its next forward."""
+    """The worker's task for one request, before the request's next forward."""
 
     request_id: str
     prompt: ChunkedPrompt
@@ -19,37 +19,41 @@ class ChunkLoad:
     """Content hash of each chunk."""
     ratio: float
     policy: str
-    """Name and options of the policy that chooses what is recomputed."""
+    """Name and options of the policy that chooses the recomputed tokens."""
     start: int
-    """The first token to bring: vLLM's own prefix cache has those before it."""
+    """First token to load: vLLM's own prefix cache has the tokens before it."""
     shared_until: int
-    """Tokens in blocks that other requests may use, too; those behind them are this request's own."""
+    """Number of leading tokens in blocks that other requests may also use. All later blocks belong to this request
+    alone."""
     blocks: tuple[tuple[int, ...], ...]
     """The request's block ids, per KV cache group."""
     spare: tuple[int, ...]
-    """Blocks behind the request's own, for filling chunks and for probing the question, for this step alone."""
+    """Additional blocks for filling chunks and for probing the question, for this step only."""
     is_findable: bool
-    """Whether other requests may find what is stored for this one; not if it came with a ``cache_salt``."""
+    """Whether other requests may find entries that are stored for this one. Not with a ``cache_salt``, nor if weights
+    changed since the request arrived."""
     fill: bool
-    """Whether missing chunks are filled first; else they are computed as ordinary text."""
+    """Whether missing chunks are filled first. If not, they are computed as ordinary text."""
     is_sliced: bool
-    """Whether it is computed over several steps; else all in this step, which goes on with the question."""
+    """Whether it is computed over several steps. If not, this step computes all of it and continues with the
+    question."""
 
     @property
     def writes_shared(self) -> bool:
-        """Whether it writes blocks that another request of this step is about to use. Such a load is not sliced: they
-        have to be written before that request's forward."""
+        """Whether it writes blocks that another request of this step also uses. Such a load is not sliced, because
+        the blocks have to be written before that request's forward."""
         return self.start < self.shared_until
 
     def blend_digest(self) -> bytes:
-        """Everything that a policy's choice depends on, and, in the content hashes, who may share it."""
+        """Digest of everything that a policy's choice depends on. Its content hashes also separate requests that must
+        not share a choice."""
         text = repr((self.prompt.chunks, self.ratio, self.policy, self.digests))
         return hashlib.sha256(text.encode() + self.prompt.token_array.tobytes()).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkFetch:
-    """Entries to bring to the fastest tier, while other requests run, for a request that waits for them."""
+    """Entries to fetch into the fastest tier for a waiting request, while other requests run."""
 
     request_id: str
     chunks: tuple[tuple[bytes, int], ...]
@@ -58,14 +62,14 @@ class ChunkFetch:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkFill:
-    """Missing chunks to fill together in the background, behind the step's own forward."""
+    """Missing chunks to fill together in the background."""
 
     context: tuple[int, ...]
-    """What all of them are computed after."""
+    """Tokens that all chunks are computed after."""
     chunks: tuple[tuple[bytes, tuple[int, ...]], ...]
     """Content hash and tokens of each."""
     blocks: tuple[tuple[int, ...], ...]
-    """Room for the context and all of them, per KV cache group, for this step alone."""
+    """Blocks for the context and all chunks, per KV cache group, for this step only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,28 +79,28 @@ class FillSlice:
     digest: bytes
     """The chunk's content hash."""
     context_tokens: int
-    """Tokens that the chunk is computed after; slices begin with them."""
+    """Number of tokens that the chunk is computed after. Slices begin with them, unless they are a learned sink."""
     start: int
-    """Tokens of context and chunk that earlier steps computed."""
+    """Number of tokens of context and chunk that are already computed or placed."""
     tokens: tuple[int, ...]
-    """Those of this step."""
+    """Tokens to compute in this step."""
     blocks: tuple[tuple[int, ...], ...]
-    """Room for the context and all of the chunk, per KV cache group, the same in all of these steps."""
+    """Blocks for the context and the whole chunk, per KV cache group; the same in all steps of the chunk."""
     is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixLoad:
-    """Exact prefix segments to bring for one request before its next forward."""
+    """Exact prefix segments to load for one request before its next forward."""
 
     request_id: str
     tokens: tuple[int, ...]
-    """The request's tokens up to where the segments end."""
+    """The request's tokens up to the end of the segments."""
     digests: tuple[bytes, ...]
     """Content hash of each segment, from the first token on."""
     segment_tokens: int
     start: int
-    """The first token to bring: vLLM's own prefix cache has those before it."""
+    """First token to load: vLLM's own prefix cache has the tokens before it."""
     blocks: tuple[tuple[int, ...], ...]
     """The request's block ids, per KV cache group."""
 
@@ -106,7 +110,7 @@ class PrefixSave:
     """Exact prefix segments to store before this step writes anything."""
 
     tokens: tuple[int, ...]
-    """The request's tokens up to where the segments end."""
+    """The request's tokens up to the end of the segments."""
     segments: tuple[tuple[int, bytes], ...]
     """Position and content hash of each."""
     segment_tokens: int
@@ -115,7 +119,7 @@ class PrefixSave:
 
 @dataclass(kw_only=True)
 class StepWork(KVConnectorMetadata):
-    """From the scheduler to every worker."""
+    """Message from the scheduler to every worker."""
 
     engine_id: str
     loads: list[ChunkLoad] = field(default_factory=list)
@@ -123,17 +127,17 @@ class StepWork(KVConnectorMetadata):
     fills: list[ChunkFill] = field(default_factory=list)
     fill_slice: FillSlice | None = None
     slice_tokens: int = 0
-    """Tokens to compute of each request that is loaded in slices."""
+    """Number of tokens to compute for each request that is loaded in slices."""
     prefix_loads: list[PrefixLoad] = field(default_factory=list)
     prefix_saves: list[PrefixSave] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
-    """Requests that no longer need what was fetched for them."""
+    """Requests that no longer need the entries that were fetched for them."""
     missed: list[tuple[bytes, int]] = field(default_factory=list)
-    """Chunks of requests that are served plainly which were not stored: content hash and number of tokens of each."""
+    """Chunks that were not stored, of requests that are served plainly: content hash and number of tokens of each."""
     clear: bool = False
-    """Forget all chunks first."""
+    """Whether to forget all chunks first."""
     weights: int = 0
-    """How often weights had changed, as far as the scheduler knew when it planned this."""
+    """Number of weight changes that the scheduler knew of when it planned this step."""
 
     @property
     def is_empty(self) -> bool:
@@ -141,8 +145,8 @@ class StepWork(KVConnectorMetadata):
 
 
 TiersInUse = Literal["all", "memory", "none"]
-"""What a rank stores to and looks into. While nobody can tell which weights there are, that is no tier that outlives
-it; none at all, if such tiers are open."""
+"""Tiers that a rank reads and writes. While its weights cannot be identified, it uses no tier that outlives the
+process; if such tiers are already open, it uses no tier at all."""
 
 
 class Line(NamedTuple):
@@ -157,7 +161,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What changed on one tensor-parallel rank."""
+    """Changes on one tensor-parallel rank."""
 
     rank: int
     fastest: str
@@ -167,26 +171,26 @@ class RankReport:
     fetched: list[str]
     """Requests whose fetch is done."""
     costs: dict[str, Line]
-    """What computing tokens (``blend``), moving them into place (``remap``) and filling (``fill``) takes, as measured
-    until now."""
+    """Costs by stage, as measured until now: computing tokens (``blend``), moving them into place (``remap``),
+    filling (``fill``), probing (``probe``)."""
     is_off: bool
     """Whether it failed its self-test, so that nothing may be reused."""
     weights: int = 0
-    """How often weights have changed."""
+    """Number of times that weights have changed."""
     weights_digest: str = ""
-    """Which weights there are, in all engines that have them."""
+    """Digest of the weights, equal in all engines that have the same weights."""
     tiers: TiersInUse = "all"
     is_all: bool = False
-    """Whether ``changes`` is all there is, so that whatever was reported before can be forgotten."""
+    """Whether ``changes`` lists all stored entries, so that earlier reports can be forgotten."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler."""
+    """Message from the workers to the scheduler."""
 
     ranks: list[RankReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """vLLM joins the reports of all ranks with this."""
+        """Join two reports. vLLM joins the reports of all ranks with this method."""
         assert isinstance(other, StepReport)
         return StepReport([*self.ranks, *other.ranks])

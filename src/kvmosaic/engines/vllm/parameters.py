@@ -1,4 +1,4 @@
-"""What a request may ask of the chunk cache, in its ``kv_transfer_params``."""
+"""Chunk-cache parameters of a request, sent in its ``kv_transfer_params``."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_DOCUMENTS, MAX_POLICY_LENGT
 from kvmosaic.engines.results import Fallback
 
 MAX_UNKNOWN = 4
-"""Maximum unknown names of a request that are told of."""
+"""Maximum number of unknown parameter names that are reported per request."""
 MAX_LOOKED_AT = 64
-"""Maximum names of a request that are looked at for that."""
+"""Maximum number of parameter names per request that are checked for unknown ones."""
 OTHERS_PREFIXES = ("do_", "remote_", "num_", "_")
-"""Beginnings of the names that vLLM's other connectors use."""
+"""Prefixes of parameter names that vLLM's other connectors use."""
 OTHERS_NAMES = frozenset(
     {
         "transfer_id",
@@ -30,34 +30,36 @@ OTHERS_NAMES = frozenset(
         "max_offload_tokens",
     }
 )
-"""All other names that they use, but for those with a dot, like ``lmcache.skip_save``."""
+"""Further parameter names that vLLM's other connectors use, except those with a dot, like ``lmcache.skip_save``."""
 
 
 @dataclass(frozen=True)
 class RequestParameters:
-    """Parameters of one request. Clients send anything, so they are read by hand: nothing is walked over that is too
-    long, and the first mistake ends it. Keys that are not ours may belong to another connector and are left alone."""
+    """Parameters of one request. Clients can send anything, so parameters are read by hand: values that are too long
+    are not iterated over, and reading stops at the first error. Unknown keys may belong to another connector and are
+    left alone."""
 
     chunk_cache: bool = True
     recompute_ratio: float | None = None
     policy: str | None = None
     boundaries: tuple[tuple[int, int], ...] | None = None
     documents: tuple[str, ...] = ()
-    """Texts that are chunks wherever they stand in the prompt."""
+    """Texts that are chunks wherever they occur in the prompt."""
     question: str | None = None
-    """The text from whose first place on no separator counts."""
+    """Text from whose first occurrence on separators do not count."""
     report: bool = False
     refused: Fallback | None = None
-    """Why the request is served plainly whatever else it has."""
+    """Reason for serving the request plainly, whatever its other parameters are."""
     problem: str = ""
-    """That, in one line."""
+    """The same reason, explained in one line."""
     unknown: tuple[str, ...] = ()
-    """Names of what the request has that nobody reads, as far as they are no other connector's."""
+    """Parameter names that belong neither to us nor to another connector."""
 
     @classmethod
     def read(cls, sent: object, allowed: Collection[str]) -> "RequestParameters":
-        """Those that a client sent, which may be anything; ``allowed`` are the names of those it may send. A report
-        that is not allowed is not given; all else that is not allowed is a reason to serve the request plainly."""
+        """Read the parameters that a client ``sent``, which may be anything. ``allowed`` are the names that clients
+        may send. A report that is not allowed is omitted. Any other parameter that is not allowed is a reason to
+        serve the request plainly."""
         if sent is None:
             return cls()
         if not isinstance(sent, dict):
@@ -123,7 +125,7 @@ def _boundaries(value: object) -> tuple[tuple[int, int], ...] | None:
     if not isinstance(value, (list, tuple)):
         raise PromptError(f"boundaries={shown(value)}: must be a list of [start, end]")
     if len(value) > MAX_BOUNDARIES:
-        raise PromptError(f"boundaries: {len(value)} parts; there may be {MAX_BOUNDARIES}")
+        raise PromptError(f"boundaries: {len(value)} parts; the maximum is {MAX_BOUNDARIES}")
     return tuple(_pair(index, pair) for index, pair in enumerate(value))
 
 
@@ -133,7 +135,7 @@ def _documents(value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         raise PromptError(f"documents={shown(value)}: must be a list of texts")
     if len(value) > MAX_DOCUMENTS:
-        raise PromptError(f"documents: {len(value)} texts; there may be {MAX_DOCUMENTS}")
+        raise PromptError(f"documents: {len(value)} texts; the maximum is {MAX_DOCUMENTS}")
     for index, text in enumerate(value):
         if not isinstance(text, str):
             raise PromptError(f"documents: number {index} is {shown(text)}, which is no text")

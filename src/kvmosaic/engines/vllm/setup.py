@@ -1,4 +1,4 @@
-"""What both sides of the connector are made of: settings, parser, sink prefix, sizes."""
+"""Settings, parser, sink prefix and sizes that both sides of the connector use."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,21 +17,21 @@ from kvmosaic.engines.vllm.support import policy_served, unsupported
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """The same in the scheduler's process and in the workers'."""
+    """Setup of one engine, the same in the scheduler's process and in the workers' processes."""
 
     config: ChunkCacheConfig
     parser: ChunkTokenParser
     learned: LearnedSink | None
-    """What chunks are placed behind, where that was learned. Read once: its file may be replaced."""
+    """Learned sink that chunks are placed behind, if there is one. Read once, because its file may be replaced."""
     sink: tuple[int, ...]
-    """What chunks are computed after, or what stands for the tokens of a learned sink."""
+    """Tokens that chunks are computed after, or placeholders for the tokens of a learned sink."""
     shape: EngineShape
     engine_id: str
     markers: frozenset[int]
     """Ids of the tokens between the turns of a conversation."""
 
     def discovery(self) -> Discovery:
-        """What finds chunks that nobody named."""
+        """A :class:`Discovery` for chunks that requests do not name."""
         return Discovery(self.markers, self.shape.prefix_cache_tokens, max(MIN_RUN, self.config.min_chunk_tokens))
 
     @classmethod
@@ -62,7 +62,7 @@ class EngineSetup:
 
 
 def load_tokenizer(model: Any) -> Any:
-    """The tokenizer of vLLM's ``ModelConfig``; ``None`` where vLLM is told to do without."""
+    """The tokenizer of vLLM's ``ModelConfig``; ``None`` if vLLM is configured to load none."""
     if model.skip_tokenizer_init:
         return None
     from transformers import AutoTokenizer

@@ -9,10 +9,10 @@ from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, slid
 from kvmosaic.engines.vllm.support import looks_inside
 
 SEGMENT_TOKENS = 256
-"""Approximate tokens of an exact prefix that are one entry: enough to move well, few enough that little of a prompt
-is left over."""
+"""Approximate number of exact-prefix tokens per entry: large enough for efficient transfers, small enough that little
+of a prompt is left over."""
 MAX_SEGMENT_TOKENS = 2048
-"""Maximum tokens of such an entry, where it is made larger so that layers with a sliding window can leave some
+"""Maximum number of tokens of such an entry if it is enlarged so that layers with a sliding window can leave some
 out."""
 
 
@@ -26,20 +26,20 @@ class EngineShape:
     ranks: int
     """Tensor-parallel ranks."""
     step_tokens: int
-    """Most tokens that vLLM computes in a step."""
+    """Maximum number of tokens that vLLM computes in a step."""
     max_positions: int
-    """The longest sequence."""
+    """Maximum length of a sequence."""
     prefix_cache_tokens: int
-    """What vLLM's own prefix cache can hold; 0 where it is off."""
+    """Capacity of vLLM's own prefix cache; 0 if it is off."""
     num_layers: int
     has_drafts: bool
-    """Whether tokens are computed that may turn out never to have been said."""
+    """Whether draft tokens are computed, which may be rejected later."""
     segment_tokens: int
-    """Tokens of an exact prefix that are one entry; a multiple of ``block_size``."""
+    """Number of exact-prefix tokens per entry; a multiple of ``block_size``."""
     window_tail: int | None
-    """Tokens of an entry that are kept in layers with a sliding window; ``None``: all."""
+    """Number of tokens of an entry that layers with a sliding window keep; ``None``: all."""
     places_sink: bool = False
-    """Whether what chunks are filled after is learned, so that it is placed and not computed."""
+    """Whether chunks are filled after a learned sink, which is placed and not computed."""
 
     @classmethod
     def of(
@@ -66,24 +66,25 @@ class EngineShape:
         )
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that ``tokens`` take."""
+        """Number of blocks for ``tokens``."""
         return -(-tokens // self.block_size)
 
     def fill_shares(self, context: int) -> tuple[int, int]:
-        """Tokens of a context of so many that are computed once for all chunks behind it, as they fill blocks, and
-        for each of them."""
+        """Split ``context`` tokens into those that fill whole blocks, which are computed once for all chunks behind
+        them, and the rest, which is computed for each chunk."""
         return context - context % self.block_size, context % self.block_size
 
     def computed_context(self, context: int) -> int:
-        """Tokens of a context of so many that a fill computes: none of a learned sink, which is placed."""
+        """Number of ``context`` tokens that a fill computes: none of a learned sink, which is placed."""
         return 0 if self.places_sink else context
 
     def is_cut(self, tokens: int) -> bool:
-        """Whether an entry of ``tokens`` does not keep all of them in all layers."""
+        """Whether some layers keep only a part of an entry of ``tokens``."""
         return self.window_tail is not None and tokens > self.window_tail
 
 
 def segment_tokens(reach: int | None) -> int:
-    """Tokens of a segment, of which only the last ``reach`` are needed in layers with a sliding window: twice as
-    many, or nothing is saved. The same where all are kept, so that what is found does not depend on what is kept."""
+    """Number of tokens per segment. Layers with a sliding window need only the last ``reach`` of them, so a segment
+    has at least twice as many. If that is too long, segments have the usual size and nothing is left out. The size
+    does not depend on whether tokens are really left out, so that lookups find the same segments either way."""
     return SEGMENT_TOKENS if reach is None or 2 * reach > MAX_SEGMENT_TOKENS else max(SEGMENT_TOKENS, 2 * reach)

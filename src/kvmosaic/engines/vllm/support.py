@@ -1,7 +1,7 @@
 """Which vLLM releases and configurations the chunk cache works with.
 
-Nothing here imports vLLM, so that a machine without it can be told what it would need. Every attribute asked for
-exists under the same name in the oldest and in the newest supported release.
+This module does not import vLLM, so that it can tell a machine without vLLM what is needed. Every attribute that it
+reads exists under the same name in the oldest and in the newest supported release.
 """
 
 import re
@@ -11,9 +11,9 @@ from kvmosaic.blend import Policy, policy_named
 from kvmosaic.core.errors import ConfigError
 
 SUPPORTED_VLLM = ((0, 26), (0, 33))
-"""Releases that were tried: from the first, up to but not including the second."""
+"""Tested releases: from the first, up to but not including the second."""
 
-# Drafters that keep no KV of the prompt. All others, also those yet to come, are taken to keep some.
+# Drafters that keep no KV of the prompt. All others, including future ones, are assumed to keep some.
 _DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 
 
@@ -91,7 +91,8 @@ def _parallel_problems(parallel: Any) -> list[str]:
         for name, reason in reasons.items()
         if getattr(parallel, name) > 1
     ]
-    # The very condition under which vLLM makes every forward a collective of all ranks; None counts as MoE there.
+    # The same condition under which vLLM makes every forward a collective operation of all ranks; None counts as MoE
+    # there.
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
         problems.append(
             f"data_parallel_size={parallel.data_parallel_size} with a mixture of experts: all ranks must take part "
@@ -119,12 +120,13 @@ def _cache_problems(vllm_config: Any) -> list[str]:
 
 
 def looks_inside(spec: str, ratio: float) -> bool:
-    """Whether tokens are recomputed that see reused ones of their own chunk."""
+    """Whether the policy recomputes tokens that attend to reused tokens of their own chunk."""
     return 0 < ratio < 1 and not policy_named(spec).picks_starts
 
 
 def policy_served(spec: str, num_layers: int) -> Policy:
-    """The policy of that name, if vLLM can do what it asks for with a model of ``num_layers``."""
+    """The policy that ``spec`` names. Raises :class:`ConfigError` if it cannot be used in vLLM with a model of
+    ``num_layers``."""
     policy = policy_named(spec)
     policy.check(num_layers)
     if policy.narrows:

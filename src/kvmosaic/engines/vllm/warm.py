@@ -1,4 +1,4 @@
-"""Filling documents ahead of time with vLLM: by requests that consist of documents."""
+"""Fills documents ahead of time with vLLM, by requests that consist of documents."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -17,22 +17,23 @@ from kvmosaic.engines.vllm.llm import LLM
 from kvmosaic.engines.warm import Chunk, Warmer
 
 PACKED_TOKENS = 8192
-"""Approximate tokens of documents in a request: they share the sink prefix, and a few passes."""
+"""Approximate number of document tokens per request. The documents of a request share the sink prefix and a few
+passes."""
 BESIDES = 2
-"""Tokens that a request needs besides its documents: a question and an answer."""
+"""Number of tokens that a request needs besides its documents: a question and an answer."""
 
 
 class VllmWarmer(Warmer):
-    """vLLM as it will serve, except that missing documents are filled before anything else."""
+    """vLLM, configured as it will serve, except that missing documents are filled before anything else."""
 
     def __init__(self, model: str, dtype: str, options: str, **settings: Any) -> None:
-        """``options`` are those of ``vllm serve`` that make a difference to KV, as on its command line."""
+        """``options`` are command-line options of ``vllm serve`` that affect KV."""
         fills = {"miss_policy": "fill-first", "recompute_ratio": 0.0, "client_parameters": "boundaries"}
         self._llm = LLM(model, dtype=dtype, **parse_options(options), **(settings | fills))
         off = self._llm.get_stats()["off_reason"]
         if off is not None:
             raise ConfigError(f"the chunk cache is off: {off}")
-        tokenizer = cast(Any, self._llm.get_tokenizer())  # vLLM declares less than tokenizers have
+        tokenizer = cast(Any, self._llm.get_tokenizer())  # vLLM's type for it lacks some methods
         config = self._llm.chunk_cache_config
         self.parser = ChunkTokenParser(tokenizer, config.chunk_separator, config.min_chunk_tokens)
         self._room = self._llm.llm_engine.vllm_config.model_config.max_model_len - BESIDES
@@ -53,9 +54,9 @@ class VllmWarmer(Warmer):
             edges = [0, *accumulate(map(len, packed))]
             boundaries = [(0, 0), *pairwise(edges), (len(tokens), len(tokens) + 1)]
             sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"boundaries": boundaries}})
-            # One at a time: a request borrows blocks for its longest document, and has to get them.
+            # One at a time: a request has to be able to borrow blocks for its longest document.
             self._llm.generate({"prompt_token_ids": [*tokens, tokens[0]]}, sampling, use_tqdm=False)
-            self.states(())  # waits until all of it is written: an engine's steps do not, and drop what is too much
+            self.states(())  # waits until all is written; an engine's steps do not wait, and drop excess writes
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -78,10 +79,10 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
 
 
 def parse_options(options: str) -> dict[str, Any]:
-    """Options as on vLLM's command line, as keywords: those that differ from its defaults."""
+    """Parse options of vLLM's command line into keywords, keeping those that differ from the defaults."""
     parser = EngineArgs.add_cli_args(_Parser(add_help=False))
     try:
         given, defaults = parser.parse_args(shlex.split(options)), parser.parse_args([])
-    except ValueError as error:  # a quotation without an end
+    except ValueError as error:  # an unclosed quotation
         raise ConfigError(f"--vllm-options: {error}") from None
     return {name: value for name, value in vars(given).items() if value != getattr(defaults, name)}

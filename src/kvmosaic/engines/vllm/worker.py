@@ -36,7 +36,8 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         global _runner, _device_pool
-        # vLLM keeps its connector in a global. One of an engine that this process had before would be taken for ours.
+        # vLLM keeps its connector in a global. The connector of an earlier engine in this process would be mistaken
+        # for ours.
         ensure_kv_transfer_shutdown()
         super().load_model(*args, **kwargs)
         _runner, _device_pool = self.model_runner, None
@@ -46,7 +47,7 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         config = load_config(**transfer.kv_connector_extra_config)
         if self.device.type == "cuda" and config.chunk_cache_gpu_memory_fraction > 0:
             total = torch.cuda.get_device_properties(self.device).total_memory
-            # Before vLLM measures what is left for its own cache, so that it accounts for it.
+            # Allocated before vLLM measures the memory left for its own cache, so that vLLM accounts for the pool.
             size = int(total * config.chunk_cache_gpu_memory_fraction)
             _device_pool = torch.empty(size, dtype=torch.uint8, device=self.device)
 
@@ -55,7 +56,8 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         return list(_worker_side().cache.warm_states(chunks))
 
     def chunk_cache_documents(self, most: int, shows_text: bool) -> dict[str, Any]:
-        """What is stored, the newest ``most`` entries one by one; ``shows_text``: with their first tokens."""
+        """Totals of the stored entries, and a list of the newest ``most``; ``shows_text``: with their first
+        tokens."""
         return _worker_side().documents.listed(most, shows_text=shows_text)
 
     def chunk_cache_holds(self, digest: str) -> bool:
@@ -63,11 +65,11 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         return bool(_worker_side().documents.keys(digest))
 
     def chunk_cache_keep(self, digest: str, is_kept: bool) -> int:
-        """Keep the entries of a content hash from being evicted, or no longer; how many there are."""
+        """Protect the entries of a content hash from eviction, or stop protecting them. Returns their number."""
         return _worker_side().documents.keep(digest, is_kept=is_kept)
 
     def chunk_cache_delete(self, digest: str) -> int:
-        """Delete the entries of a content hash; how many there were."""
+        """Delete the entries of a content hash. Returns their number."""
         return _worker_side().documents.delete(digest)
 
     def chunk_cache_clear(self) -> None:
@@ -81,7 +83,7 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
 
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A worker's method after which weights are looked at again."""
+    """Wrap a worker's method so that weights are checked again after it."""
 
     @wraps(method)
     def watched(self: ChunkWorker, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +91,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         finally:
             connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
-            if connector is not None and connector.has_worker:  # else they are looked at when it starts
+            if connector is not None and connector.has_worker:  # otherwise they are checked when it starts
                 connector.worker.weights.may_have_changed()
 
     return watched

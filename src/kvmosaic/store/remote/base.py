@@ -1,4 +1,4 @@
-"""What a remote store must be able to do, and how it says that it cannot."""
+"""The interface of remote stores, and how they report failures."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -7,69 +7,69 @@ from typing import Protocol
 from kvmosaic.store.memory import Bytes
 
 ABSENT = 0
-"""What ``get_into`` answers for a key that is not there: no value is empty."""
+"""Result of ``get_into`` for a key that is absent: no value is empty."""
 FAILED = -1
-"""What ``get_into`` answers for a key that is there, or was a moment ago, but cannot be read."""
+"""Result of ``get_into`` for a key that exists, or did a moment ago, but cannot be read."""
 
 Value = Sequence[memoryview]
-"""Parts that follow one another, each contiguous bytes."""
+"""Consecutive parts of a value, each contiguous bytes."""
 
 
 class Incoming(Protocol):
-    """Takes values as they arrive. It may hear of a value more than once, if the store had to be asked again."""
+    """Receives values as they arrive; a value more than once, if the store had to be asked again."""
 
     def buffers_for(self, index: int, nbytes: int) -> Sequence[Bytes] | None:
-        """Memory for value ``index``, as soon as its length is known: buffers to be filled one after the other, which
-        together have ``nbytes`` bytes. ``None`` for a value that is not wanted at this length."""
+        """Memory for value ``index``, requested when its length is known: buffers of ``nbytes`` bytes in total, which
+        are filled one after the other. ``None`` for a value that is not wanted at this length."""
 
     def received(self, index: int) -> None:
-        """Value ``index`` is there. Others may be on their way meanwhile, or be told of by other threads."""
+        """Called when value ``index`` is complete. Other values may still arrive, also in other threads."""
 
 
 class RefusedError(OSError):
-    """The store answered, but would not do it (out of memory, a key that is no plain value). It is not down."""
+    """The store answered but refused (out of memory, a key that is not a plain value). It is not down."""
 
 
 class RemoteClient(ABC):
-    """A remote store of values by key: printable ASCII text, and bytes. Every method takes many keys, costs about one
-    round trip however many they are, and is called from several threads at once. Any may raise ``OSError`` when the
-    store cannot be reached or does not answer; nothing here has to be quick about that, see ``store/breaker.py``.
+    """A remote store that maps keys (printable ASCII text) to values (bytes). Every method takes many keys, costs
+    about one round trip for all of them, and is called from several threads at once. Any method may raise ``OSError``
+    when the store cannot be reached or does not answer. It need not do so quickly, see ``store/breaker.py``.
     """
 
     max_value_bytes: int | None = None
-    """Longer values are not even sent; ``None`` when there is no such limit."""
+    """Maximum bytes of a value; longer ones are not sent. ``None`` for no limit."""
 
     read_at_once_bytes: int = 0
-    """Several entries are read by one call if they have no more bytes than this together."""
+    """Maximum bytes of several entries that are read by one call."""
 
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Which of ``keys`` are there."""
+        """Whether each of ``keys`` exists."""
 
     @abstractmethod
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Bytes of each value, ``None`` where there is none. May cost more than :meth:`exists`."""
+        """Bytes of each value; ``None`` for an absent one. May cost more than :meth:`exists`."""
 
     @abstractmethod
     def put(self, keys: Sequence[str], values: Sequence[Callable[[], Value]]) -> list[str | None]:
-        """Store values, each as a whole or not at all. They are asked for when it is their turn, maybe repeatedly and
-        by several threads, so that one can be made while another is on its way. For each key ``None``, or in a few
-        words why it was refused. A value that was there may stay: values of one key are equal."""
+        """Store values, each completely or not at all. The function that makes a value is called when its turn comes,
+        maybe repeatedly and by several threads, so that one value can be made while another is sent. Returns for each
+        key ``None``, or a short reason for a refusal. An existing value may stay: values of one key are equal."""
 
     @abstractmethod
     def get_into(self, keys: Sequence[str], incoming: Incoming) -> list[int]:
-        """Read values into the memory that ``incoming`` has for them. For each key the length, or :data:`ABSENT`, or
-        :data:`FAILED`."""
+        """Read values into the memory that ``incoming`` provides. Returns for each key the length, or :data:`ABSENT`,
+        or :data:`FAILED`."""
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
-        """Drop keys; those that are not there are no error."""
+        """Delete keys. An absent key is no error."""
 
     @abstractmethod
     def scan(self, prefix: str) -> Iterator[list[str]]:
-        """All keys that start with ``prefix``, in pages, one round trip each. Keys that come or go meanwhile may be
-        missed or named twice."""
+        """All keys that start with ``prefix``, in pages, one round trip each. Keys that are added or deleted
+        meanwhile may be missed or listed twice."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""

@@ -1,4 +1,4 @@
-"""Entries taken apart into heads, and put together again."""
+"""Splits entries into heads and joins them again."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,25 +19,27 @@ from kvmosaic.store.seal import Seal
 
 
 def values_of(entry: ChunkKV, seal: Seal) -> list[Callable[[], list[memoryview]]]:
-    """How to make each value that ``entry`` is stored as."""
+    """Functions that make the values that ``entry`` is stored as."""
     heads = HeadRange.parse(entry.key.heads)
     if heads is None:
         return [partial(encode, entry, seal)]
     if (heads.count, heads.layers) != (entry.format.heads, entry.format.layers):
-        raise RefusedError(f"an entry of {entry.format.heads} heads and {entry.format.layers} layers as {heads}")
+        raise RefusedError(
+            f"an entry of {entry.format.heads} heads and {entry.format.layers} layers does not match its key, {heads}"
+        )
     encoding = Encoding(entry, seal)
     return [partial(encoding.value, key, head, head + 1) for head, key in enumerate(part_keys(entry.key))]
 
 
 def join(key: ChunkKey, parts: Sequence[DecodedEntry], block: Bytes | None) -> ChunkKV:
-    """The entry of ``key`` from its values. Nothing is copied if their KV already are the rows of ``block``. Raises
-    :class:`CorruptEntryError` when the values, each of them sound, are not of one entry."""
+    """The entry of ``key``, joined from its values. Nothing is copied if their KV already are the rows of ``block``.
+    Raises :class:`CorruptEntryError` if the values, each valid by itself, are not of one entry."""
     heads, first = HeadRange.parse(key.heads), parts[0]
     if heads is None:
         return first.entry(key, first.kv)
     if first.format.layers != heads.layers or first.format.heads != 1:
         raise CorruptEntryError(
-            f"{first.format.heads} heads and {first.format.layers} layers instead of one of {heads}"
+            f"{first.format.heads} heads and {first.format.layers} layers instead of one head of {heads}"
         )
     owner = first.tokens.tobytes(), first.context.tobytes(), first.format
     if any((part.tokens.tobytes(), part.context.tobytes(), part.format) != owner for part in parts):
@@ -49,18 +51,18 @@ def join(key: ChunkKey, parts: Sequence[DecodedEntry], block: Bytes | None) -> C
 
 
 class HeadGroups:
-    """Collects the heads that a listing names in any order, and says which entries they make up."""
+    """Collects the heads of a listing, in any order, and groups them into entries."""
 
     def __init__(self) -> None:
         self._sizes: dict[HeadPoolKey, dict[int, int]] = defaultdict(dict)
-        """Bytes by head, for what head 0 of the same chunk and layers is called."""
+        """Bytes by head, for each chunk and layers, which the key of their head 0 stands for."""
 
     def add(self, key: HeadPoolKey, nbytes: int) -> None:
         self._sizes[key._replace(head=0)][key.head] = nbytes
 
     def entries(self, share: HeadShare | None) -> Iterator[tuple[ChunkKey, int]]:
-        """Keys and bytes: of each chunk the entry that ``share`` calls its own, if all of it is there, and all other
-        heads as runs. So every head is in exactly one of them, and can be read and deleted by its key."""
+        """Keys and bytes of entries. For each chunk: the entry with the heads of ``share``, if it is complete, and
+        all other heads as runs. So every head is in exactly one of them, and can be read and deleted by its key."""
         for group, sizes in self._sizes.items():
             runs = _runs(sizes)
             if share is not None and _is_of(group, share.heads):
@@ -78,7 +80,7 @@ def _is_of(group: HeadPoolKey, heads: HeadRange) -> bool:
 
 
 def _runs(heads: Iterable[int]) -> list[range]:
-    """Heads as runs of consecutive ones."""
+    """Heads grouped into runs of consecutive ones."""
     runs: list[range] = []
     for head in sorted(heads):
         if runs and runs[-1].stop == head:

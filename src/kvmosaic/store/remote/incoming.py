@@ -1,4 +1,4 @@
-"""The values of entries on their way from a remote store."""
+"""Values of entries while they are received from a remote store."""
 
 from collections.abc import Sequence
 
@@ -16,25 +16,25 @@ from kvmosaic.store.seal import EntryCheck
 
 
 class IncomingEntry:
-    """Verifies each value as it arrives, while others are still on their way.
+    """Verifies each value of an entry as it arrives, while others are still being received.
 
-    If the format is known from another entry, the KV of all values goes side by side into one block of memory, which
-    then is the entry's; what precedes it in each value goes elsewhere. A format that turns out to be another costs a
-    copy.
+    If the format is known, the KV of all values goes side by side into one block of memory, which becomes the
+    entry's. The header and small tensors of each value go elsewhere. If the format turns out to be wrong, this costs
+    a copy.
     """
 
     def __init__(self, key: ChunkKey, check: EntryCheck, seen: KVFormat | None = None) -> None:
-        """``check`` is what the entry has to be. If it does not say the format, ``seen`` is that of a value that came
-        before, and probably of these."""
+        """``check`` has the requirements for the entry. If these do not include a format, ``seen`` is the format of
+        an earlier value, and probably of these."""
         self.parts: dict[int, DecodedEntry | CorruptEntryError] = {}
-        """What each value turned out to be."""
+        """Result of verifying each value, by its index."""
         self.block: Bytes | None = None
-        """``[values, bytes]``, from when the first length is known."""
+        """Memory for KV, ``[values, bytes]``; set when the first length is known."""
         self.key = key
         self._keys = part_keys(key)
         self._check = check if HeadRange.parse(key.heads) is None else check.of_one_head
         self._longest: int | None = None
-        """Bytes of a value, if that is known for sure; longer ones are not even received."""
+        """Maximum bytes of a value, if the format is certain; longer ones are not received."""
         self.num_values = len(self._keys)
         self._values: dict[int, list[Bytes]] = {}
         self._refused_bytes = 0
@@ -70,19 +70,19 @@ class IncomingEntry:
             self.parts[index] = error
 
     def nbytes(self) -> int:
-        """Bytes of all values, as far as is known: a store may tell a length only when it comes to that value, but
-        all are about as long."""
+        """Bytes of all values, as far as known. A store may tell a length only when it sends that value, but all
+        values are about as long."""
         longest = max((sum(map(len, value)) for value in list(self._values.values())), default=0)
         return len(self._keys) * max(longest, self._refused_bytes)
 
     @property
     def expected_bytes(self) -> int:
-        """About how many they will be, judged by the format; 0 if that is not known."""
+        """Approximate bytes of all values, according to the format; 0 if that is unknown."""
         return self.num_values * self._kv_bytes
 
 
 class IncomingEntries:
-    """The values of several entries, numbered through."""
+    """The values of several entries, numbered consecutively."""
 
     def __init__(self, entries: Sequence[IncomingEntry]) -> None:
         self._entries = entries

@@ -1,4 +1,4 @@
-"""What entries, and single heads of entries, are called in a remote store."""
+"""Keys of entries, and of single heads of entries, in a remote store."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from kvmosaic.core.heads import HeadRange
 from kvmosaic.core.key import ChunkKey
 
 PREFIX = "kvmosaic-1:"
-"""Of all our keys; the number changes when values mean something else."""
+"""Prefix of all our keys. The number changes when the meaning of values changes."""
 ALL_LAYERS = "all"
 
 
 class HeadPoolKey(NamedTuple):
-    """One KV head of one chunk, by its number in the whole model: the same for every engine that has this head,
-    whatever its tensor-parallel size."""
+    """One KV head of one chunk. Heads are numbered in the whole model, so the key is the same for every engine that
+    has this head, whatever its tensor-parallel size."""
 
     tenant: str
     model: str
@@ -25,7 +25,7 @@ class HeadPoolKey(NamedTuple):
     last_layer: int
     head: int
     heads: int
-    """How many the model has."""
+    """Number of KV heads of the model."""
 
     def __str__(self) -> str:
         """``kvmosaic-1:{tenant}@{model}@fmt:{fingerprint}@{hash}@{tokens}@L:{first}-{last}@head:{head}of{heads}``."""
@@ -34,14 +34,14 @@ class HeadPoolKey(NamedTuple):
 
     @classmethod
     def of(cls, key: ChunkKey, head: HeadRange) -> "HeadPoolKey":
-        """Of a single ``head`` of the entry of ``key``."""
+        """The key of a single ``head`` of the entry of ``key``."""
         layers = head.first_layer, head.last_layer
         owner = key.tenant, key.model, key.fingerprint
         return cls(*owner, key.content_hash, key.num_tokens, *layers, head.first, head.total)
 
     @property
     def entry_key(self) -> ChunkKey:
-        """The key of an entry that is just this head, as which its value is written."""
+        """The key of an entry with just this head. The value is written as that entry."""
         owner = self.model, self.fingerprint, self.tenant
         return ChunkKey(self.content_hash, self.num_tokens, *owner, str(self._range))
 
@@ -51,7 +51,7 @@ class HeadPoolKey(NamedTuple):
 
 
 def names_of(key: ChunkKey) -> list[str]:
-    """What an entry's values are called: one for each head if its key names heads and layers, else a single one."""
+    """Remote keys of an entry's values: one per head if its key names heads and layers, otherwise a single one."""
     ends = _ends_of(key.heads)
     if ends is None:
         return [remote_key(key)]
@@ -60,7 +60,7 @@ def names_of(key: ChunkKey) -> list[str]:
 
 
 def part_keys(key: ChunkKey) -> list[str]:
-    """For each of :func:`names_of` the key, as text, of an entry that is just this part."""
+    """For each of :func:`names_of` the key, as text, of an entry with just this part."""
     heads = HeadRange.parse(key.heads)
     if heads is None:
         return [str(key)]
@@ -72,8 +72,8 @@ def remote_key(key: ChunkKey) -> str:
     """``kvmosaic-1:{tenant}@{model}@fmt:{fingerprint}@{hash}@{tokens}@L:all@head:{heads}``, of an entry whose heads
     are stored together.
 
-    Every part is quoted, so that no text of one tenant can be read as another's key. What part of the chunk's KV the
-    value holds comes last: values that differ in nothing else belong together, see :func:`group_of`.
+    Every part is quoted, so that no text of one tenant can be read as another's key. The part of the chunk's KV that
+    the value holds comes last: values whose keys differ in nothing else belong together, see :func:`group_of`.
     """
     chunk = _chunk(key.tenant, key.model, key.fingerprint, key.content_hash, key.num_tokens)
     return f"{chunk}@L:{ALL_LAYERS}@head:{key.heads}"
@@ -99,7 +99,7 @@ def parse_remote_key(text: str) -> ChunkKey | HeadPoolKey:
 
 
 def group_of(text: str) -> str:
-    """What the keys of all parts of one chunk's KV have in common: a store should keep or evict them together."""
+    """Common start of the keys of all parts of one chunk's KV, which a store should keep or evict together."""
     return text.rsplit("@", 2)[0]
 
 
@@ -109,7 +109,7 @@ def _chunk(tenant: str, model: str, fingerprint: str, content_hash: bytes, num_t
 
 @lru_cache(maxsize=1024)
 def _start(tenant: str, model: str, fingerprint: str) -> str:
-    """Quoting takes longer than all the rest of a lookup, and is the same for thousands of keys."""
+    """Cached, because quoting takes longer than the rest of a lookup and is the same for thousands of keys."""
     parts = "@".join(quote(part, safe="") for part in (tenant, model))
     return f"{PREFIX}{parts}@fmt:{quote(fingerprint, safe='')}@"
 

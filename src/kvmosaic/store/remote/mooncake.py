@@ -22,31 +22,31 @@ from kvmosaic.store.remote.keys import group_of
 from kvmosaic.store.threads import Threads
 
 LOCAL_BUFFER_BYTES = 16 * 2**20
-"""For the library's own copies, which we do not use."""
+"""Size of the buffer for the library's own copies, which we do not use."""
 LONGEST_CALL_S = 15.0
-"""What the library may take to give up, three times over."""
+"""Timeout of calls in seconds: three times what the library may take to give up."""
 NO_ROOM = -200
 NOT_FOUND = -704
 RPC_FAILED = -900
 PAGE_KEYS = 1000
 LOOKUP_KEYS = 1024
-"""More keys than that are looked up by several calls at once."""
+"""Maximum keys of one lookup. More keys are looked up by several concurrent calls."""
 
 
 class MooncakeClient(RemoteClient):
     """A client that lends no memory of its own: entries outlive the engines that wrote them, in the holders.
 
-    The library's rules that matter here: a put of a key that is there succeeds and changes nothing; a success is no
-    promise, as the value may be evicted at once; a get may fail after a positive lookup, when a holder died.
+    Rules of the library that matter here: a put of an existing key succeeds and changes nothing; a success is no
+    guarantee, as the value may be evicted at once; a get may fail after a positive lookup, when a holder died.
     """
 
     read_at_once_bytes = 64 * 2**20
-    """Each call costs milliseconds beside what it moves. More would be waited for longer when a holder dies."""
+    """Each call costs milliseconds besides its data. Larger calls would wait longer when a holder dies."""
 
     def __init__(self, url: RemoteUrl, patience_s: float) -> None:
-        """Connects when it is first used. ``patience_s`` is for the listing of keys; all other calls return when the
-        library likes, in 5 s at most."""
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it writes a page to stderr at start
+        """Connects on first use. ``patience_s`` is the timeout for connecting and for listing keys, in seconds. The
+        library decides when all other calls return, after 5 s at most."""
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # otherwise it writes a page to stderr at start
         try:
             from mooncake import store  # a large library that few need
         except ImportError as error:
@@ -59,12 +59,12 @@ class MooncakeClient(RemoteClient):
         self._patience_s = patience_s
         self._connected: Any = None
         self._calls = 0
-        """How many are using it, those included that nobody waits for any more."""
+        """Number of calls in progress, including abandoned ones."""
         self._changed = threading.Condition()
         self._threads = Threads()
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        # The master works on a call in one thread, but on several calls at once.
+        # The master processes each call in one thread, but several calls at once.
         pages = [keys[start : start + LOOKUP_KEYS] for start in range(0, len(keys), LOOKUP_KEYS)]
         calls = [self._threads.start(partial(self._exists, page)) for page in pages[1:]]
         found = self._exists(pages[0]) if pages else []
@@ -81,7 +81,7 @@ class MooncakeClient(RemoteClient):
         return [code == 1 for code in codes]
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
-        # Asked for a key that is not there, the library would write an error to stderr.
+        # For an absent key, the library would write an error to stderr.
         there = [key for key, found in zip(keys, self.exists(keys), strict=True) if found]
         with self._store() as store:
             replicas = store.batch_get_replica_desc(there) if there else {}
@@ -115,7 +115,7 @@ class MooncakeClient(RemoteClient):
         return lengths
 
     def delete(self, keys: Sequence[str]) -> None:
-        # By force: whatever was read or looked up in the last seconds is protected otherwise.
+        # By force: otherwise, keys that were read or looked up in the last seconds are protected.
         with self._store() as store:
             codes = store.batch_remove(list(keys), True)
         _check(codes)
@@ -129,7 +129,7 @@ class MooncakeClient(RemoteClient):
     def close(self) -> None:
         self._threads.close()
         with self._changed:
-            # Closed under a call, it would take the process down; under one that never ends it stays open.
+            # Closing it during a call would crash the process. If a call never ends, it stays open.
             if self._connected is None or not self._changed.wait_for(lambda: self._calls == 0, LONGEST_CALL_S):
                 return
             self._connected.close()
@@ -138,7 +138,7 @@ class MooncakeClient(RemoteClient):
 
     @contextmanager
     def _store(self) -> Iterator[Any]:
-        """The library's client, which is not closed meanwhile."""
+        """The library's client, which is not closed inside the block."""
         with self._changed:
             store = self._connect()
             self._calls += 1
@@ -153,14 +153,14 @@ class MooncakeClient(RemoteClient):
         if self._connected is None:
             store = connect(self._library, self._url, self._patience_s)
             self._connected = store
-            # A client that is destroyed unclosed, at exit or before, takes the whole process down.
+            # A client that is destroyed without being closed, at exit or before, crashes the whole process.
             atexit.register(self.close)
         return self._connected
 
 
 def connect(library: Any, url: RemoteUrl, patience_s: float) -> Any:
     """A client of the library that lends no memory; raises ``ConnectionError``."""
-    # Where no master answers, the library's setup would stop every thread of this process for 90 s.
+    # If no master answers, the library's setup would stop every thread of this process for 90 s.
     _ask_master(url, "health", patience_s)
     socket.create_connection((url.host, url.port), patience_s).close()
     store, master = library.MooncakeDistributedStore(), f"{url.host}:{url.port}"
@@ -171,12 +171,12 @@ def connect(library: Any, url: RemoteUrl, patience_s: float) -> Any:
 
 
 class _Registered:
-    """Has the library know some memory as long as it is in use."""
+    """Registers memory with the library while it is in use."""
 
     def __init__(self, store: Any, buffers: Sequence[Bytes]) -> None:
         self._store = store
         self._ranges: list[tuple[int, int]] = []
-        """Addresses, from and to; heads of an entry stand side by side, and are one range."""
+        """Start and end addresses. The heads of an entry are adjacent, and so one range."""
         for start, end in sorted((buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes) for buffer in buffers):
             if self._ranges and self._ranges[-1][1] == start:
                 start = self._ranges.pop()[0]
@@ -202,19 +202,19 @@ def _ask_master(url: RemoteUrl, what: str, patience_s: float) -> str:
 
 
 def _places(values: Sequence[Sequence[Bytes]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses and lengths."""
+    """Addresses and lengths of the parts of each value."""
     addresses = [[part.ctypes.data for part in value] for value in values]
     return addresses, [[part.nbytes for part in value] for value in values]
 
 
 def _check(codes: Sequence[int]) -> None:
-    """The library reports a dead master as an error of every single key."""
+    """Raise an error if the master is dead. The library reports that as an error of every single key."""
     if RPC_FAILED in codes:
         raise ConnectionError("the Mooncake master does not answer")
 
 
 def _refusal(code: int) -> str:
-    why = "no holder has room for it, or there is none" if code == NO_ROOM else "see its error codes"
+    why = "no holder has room for the value, or there is no holder" if code == NO_ROOM else "see its error codes"
     return f"Mooncake's error {code}: {why}"
 
 

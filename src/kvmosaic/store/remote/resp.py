@@ -1,8 +1,8 @@
-"""One connection to a Valkey or Redis server: as much of their protocol (RESP2) as values need.
+"""One connection to a Valkey or Redis server: the part of their protocol (RESP2) that values need.
 
-The official Python client was measured first. It copies every value once or twice more: of 24 MB at a third of this
-speed, only its optional parser in C reads them as fast. A pipeline of 2,048 lookups takes it 15 to 50 ms, this takes
-4 to 10 ms.
+The official Python client was measured first. It copies every value once or twice more. With values of 24 MB it has a
+third of this speed; only its optional C parser reads them as fast. A pipeline of 2,048 lookups takes 15 to 50 ms with
+it, and 4 to 10 ms with this.
 """
 
 import os
@@ -18,17 +18,17 @@ REFUSALS = ("OOM", "WRONGTYPE")
 """Error replies that are about the one command. All others (LOADING, NOAUTH, READONLY …) are about the server."""
 PIECE_BYTES = 2**20
 COPIED_BYTES = 2**13
-"""So much is copied rather than sent by itself, which costs a call, a packet, and a turn of the server."""
+"""Maximum bytes of a part that is copied. Sent by itself, it would cost a call, a packet and a turn of the server."""
 READ_BYTES = 2**16
 
 Reply = int | bytes | RefusedError | list["Reply"] | None
 
 
 class Connection:
-    """Sends commands and reads their replies, in order. Not thread-safe, and of no use after any ``OSError``."""
+    """Sends commands and reads their replies, in order. Not thread-safe, and unusable after any ``OSError``."""
 
     def __init__(self, url: RemoteUrl, patience_s: float) -> None:
-        """``patience_s`` is how long the server may be silent, in seconds."""
+        """``patience_s`` is the maximum silence of the server, in seconds."""
         self._socket = socket.create_connection((url.host, url.port), patience_s)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -48,7 +48,7 @@ class Connection:
             raise
 
     def _start_tls(self, host: str, patience_s: float) -> None:
-        # A server without TLS may just wait for more. Whoever waits for us would give up first, and not know why.
+        # A server without TLS may just wait for more data. Our caller would then give up first, without a reason.
         self._socket.settimeout(0.9 * patience_s)
         try:
             self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=host)
@@ -59,7 +59,7 @@ class Connection:
         self._socket.settimeout(patience_s)
 
     def send(self, commands: Iterable[Sequence[str | Value]]) -> None:
-        """Send commands back to back; values are not copied, but for what is small."""
+        """Send commands back to back. Values are not copied, except for small parts."""
         small: list[bytes] = []
         for command in commands:
             small.append(b"*%d\r\n" % len(command))
@@ -80,7 +80,7 @@ class Connection:
         self._send(memoryview(b"".join(small)))
 
     def reply(self) -> Reply:
-        """The next reply. A refusal is returned, not raised, as others may follow it."""
+        """The next reply. A refusal is returned, not raised, because other replies may follow it."""
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -106,8 +106,8 @@ class Connection:
         return bytes(value)
 
     def value_into(self, buffers_for: Callable[[int], Sequence[Bytes] | None]) -> int | RefusedError:
-        """The next reply, a value, read into ``buffers_for(its length)``, one after the other, or dropped; its
-        length."""
+        """Read the next reply, a value, into the ``buffers_for`` its length, one after the other; with ``None`` it is
+        dropped. Returns its length."""
         line = self._line()
         if line[:1] == b"-" and line[1:].split(b" ")[0].decode(errors="replace") in REFUSALS:
             return RefusedError(line[1:].decode(errors="replace"))
@@ -130,7 +130,7 @@ class Connection:
         self._socket.close()
 
     def _send(self, part: memoryview) -> None:
-        # In pieces: the socket's patience is for each call as a whole.
+        # In pieces: the socket's timeout is for each call as a whole.
         for start in range(0, part.nbytes, PIECE_BYTES):
             self._socket.sendall(part[start : start + PIECE_BYTES])
 

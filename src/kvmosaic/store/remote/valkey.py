@@ -15,13 +15,13 @@ SCAN_COUNT = 1000
 
 
 class ValkeyClient(RemoteClient):
-    """One plain string per key. What is evicted, and whether anything survives a restart, is the server's own
-    business. Threads share a pool of connections that grows with their number."""
+    """One plain string per key. Eviction and persistence are up to the server. Threads share a pool of connections
+    that grows with their number."""
 
     max_value_bytes = 512 * 2**20  # the servers' default proto-max-bulk-len
 
     def __init__(self, url: RemoteUrl, patience_s: float) -> None:
-        """Connects when it is first used. ``patience_s`` is how long the server may be silent, in seconds."""
+        """Connects on first use. ``patience_s`` is the maximum silence of the server, in seconds."""
         self._url = url
         self._patience_s = patience_s
         self._idle: list[Connection] = []
@@ -55,7 +55,7 @@ class ValkeyClient(RemoteClient):
         return self._use(get)
 
     def delete(self, keys: Sequence[str]) -> None:
-        # UNLINK frees the memory in a thread of the server's, so that others need not wait for it.
+        # UNLINK frees the memory in a background thread of the server, so that other clients need not wait.
         self._ask([("UNLINK", key) for key in keys])
 
     def scan(self, prefix: str) -> Iterator[list[str]]:
@@ -85,8 +85,8 @@ class ValkeyClient(RemoteClient):
         return self._use(ask)
 
     def _use(self, action: Callable[[Connection], T]) -> T:
-        """Run ``action`` with a connection, once more with a new one if the server may have been restarted since the
-        first was last used: all we do can be done twice."""
+        """Run ``action`` with an idle connection. If the server may have been restarted since that was last used, run
+        it again with a new one: all our actions can be repeated."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is not None:
@@ -95,14 +95,14 @@ class ValkeyClient(RemoteClient):
             except TimeoutError:  # no sign of a restart, and the caller has waited long enough
                 raise
             except ConnectionError:
-                self.close()  # the other idle ones are no better
+                self.close()  # the other idle connections are dead as well
         return self._finish(Connection(self._url, self._patience_s), action)
 
     def _finish(self, connection: Connection, action: Callable[[Connection], T]) -> T:
         try:
             result = action(connection)
         except BaseException:
-            connection.close()  # replies that are still to come would be taken for those of the next command
+            connection.close()  # pending replies would be taken for those of the next command
             raise
         with self._lock:
             self._idle.append(connection)

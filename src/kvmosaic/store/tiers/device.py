@@ -1,4 +1,4 @@
-"""Entries in one block of accelerator memory that is set aside once, at start."""
+"""Entries in one block of accelerator memory that is reserved once, at start."""
 
 import threading
 from bisect import bisect
@@ -14,14 +14,14 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import EntryInfo, Tier
 
 ALIGNMENT = 256
-"""Bytes; every entry starts at a multiple of it."""
+"""Alignment of every entry, in bytes."""
 
 
 class _Held(NamedTuple):
     start: int
     entry: ChunkKV
     stream: torch.cuda.Stream | None
-    """The one it was written on; ``None`` on a CPU."""
+    """Stream it was written on; ``None`` on a CPU."""
     written: torch.cuda.Event | None
 
 
@@ -29,8 +29,8 @@ class DeviceTier(Tier):
     """Entries side by side in a pool, first fit. An entry read from here is a view of the pool: use it on the stream
     it was read on, while its key is pinned or before anything else is put.
 
-    Streams are kept in order: one that writes waits for all that may still read what was in that place, and one that
-    reads waits for the one that wrote."""
+    Streams are synchronized: a stream that writes waits for all streams that may still read the previous contents,
+    and a stream that reads waits for the one that wrote."""
 
     name = "device"
     is_slow = False

@@ -29,7 +29,7 @@ INCOMING = "incoming"
 SUFFIX = ".safetensors"
 STALE_SECONDS = 3600
 CLEANING_SECONDS = 1.0
-"""Minimum time between two looks for files that dead writers left."""
+"""Minimum seconds between two searches for files that dead writers left."""
 _MAX_NAME = 100
 Parts = tuple[str, ...]
 """Names of folders below the root, and of a file in the last one."""
@@ -37,13 +37,13 @@ _ENTRY_NAME = re.compile(rf"[0-9a-f]{{32}}-\d+-({KEY_PART.pattern})\.safetensors
 
 
 def entry_path(key: ChunkKey) -> Path:
-    """Where the entry of ``key`` is, below the root: ``tenant/model/fingerprint/hash-tokens-heads.safetensors``."""
+    """Path of the entry of ``key`` below the root: ``tenant/model/fingerprint/hash-tokens-heads.safetensors``."""
     folders = map(folder_name, (key.tenant, key.model, key.fingerprint))
     return Path(*folders, f"{key.content_hash.hex()}-{key.num_tokens}-{key.heads}{SUFFIX}")
 
 
 def folder_name(text: str) -> str:
-    """A folder name, different for different texts and never one that means something else."""
+    """A folder name, different for different texts and never one with another meaning."""
     name = quote(text, safe="")
     if len(name) > _MAX_NAME:
         return f"{name[:_MAX_NAME]}%{xxhash.xxh3_128_hexdigest(text.encode())}"
@@ -53,11 +53,11 @@ def folder_name(text: str) -> str:
 
 
 class DiskTier(Tier):
-    """One safetensors file per entry, found by its key alone: there is no index to keep in step.
+    """One safetensors file per entry, found by its key alone: there is no index to keep consistent.
 
-    A file appears complete or not at all. Power loss may still leave a damaged one, as nothing waits for
-    the disk; its checksums will tell. The byte budget covers the files this process wrote or met, or, if a
-    ``tenant`` is given, all of that tenant's: then others' files are not even looked at, so they are never evicted.
+    A file appears complete or not at all. A power loss may still leave a damaged file, because nothing waits for the
+    disk; its checksums reveal that. The byte budget covers the files that this process wrote or found. If a
+    ``tenant`` is given, it covers all files of that tenant; other files are ignored, so they are never evicted.
     """
 
     name = "disk"
@@ -71,7 +71,7 @@ class DiskTier(Tier):
         *,
         counts_reads: bool = False,
     ) -> None:
-        """``check`` is what entries have to be. ``counts_reads``: files keep the number of times they were read."""
+        """``check``: requirements for entries. ``counts_reads``: files keep the number of times they were read."""
         self.capacity = capacity
         self._check = check
         self._counts_reads = counts_reads
@@ -84,12 +84,12 @@ class DiskTier(Tier):
     def prepare(self) -> None:
         self._root.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            self._root.mkdir(mode=FOLDER_MODE)  # one that was there keeps its permissions, of which `doctor` warns
+            self._root.mkdir(mode=FOLDER_MODE)  # an existing one keeps its permissions; `doctor` warns
         self.check()
         self._remove_stale_temporary_files()
 
     def check(self) -> None:
-        os.listdir(self._root)  # a directory that cannot be read should be known now
+        os.listdir(self._root)  # raises if the directory cannot be read
 
     def size(self, key: ChunkKey) -> int | None:
         *folders, name = entry_path(key).parts
@@ -98,7 +98,7 @@ class DiskTier(Tier):
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None  # what else is there, a put replaces
+        return status.st_size if stat.S_ISREG(status.st_mode) else None  # a put replaces anything else
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         *folders, name = parts = entry_path(key).parts
@@ -116,7 +116,7 @@ class DiskTier(Tier):
 
     def put(self, entry: ChunkKV) -> int:
         *folders, name = entry_path(entry.key).parts
-        # In a folder of our own on the same filesystem, so that cleaning up can never touch anybody's files.
+        # In a folder of our own on the same file system, so that cleaning up never touches other files.
         temporary = uuid.uuid4().hex
         with (
             folder_below(self._root, folders, make=True) as folder,
@@ -129,7 +129,7 @@ class DiskTier(Tier):
                 with suppress(FileNotFoundError):
                     os.unlink(temporary, dir_fd=incoming)
                 raise
-        # Not only at start: an engine runs for months, and others may die beside it.
+        # Not only at start: an engine runs for months, and other writers may die meanwhile.
         self._remove_stale_temporary_files()
         return size
 
@@ -147,9 +147,9 @@ class DiskTier(Tier):
             os.unlink(name, dir_fd=folder)
 
     def scan(self) -> Iterator[EntryInfo]:
-        """Reads headers only. Looks only at files named like ours, so that a directory with somebody's
-        other safetensors files keeps them."""
-        self.check()  # else a disk that fails would seem to be empty
+        """Reads headers only, and only of files named like ours: other safetensors files in the directory are left
+        alone."""
+        self.check()  # otherwise a disk that fails would seem to be empty
         found = []
         for parts, status in self._files():
             if stat.S_ISREG(status.st_mode) and _ENTRY_NAME.fullmatch(parts[-1]):
@@ -162,7 +162,7 @@ class DiskTier(Tier):
                 yield EntryInfo(key, size, self.name, pinned=False, since=written_ns / 1e9, hits=reads, kind=kind)
 
     def _files(self) -> Iterator[tuple[Parts, os.stat_result]]:
-        """What is four levels down, and nothing that a link leads to."""
+        """Everything four levels below the root. Links are not followed."""
         folders: list[Parts] = [()]
         for depth in range(3):
             folders = [
@@ -179,7 +179,7 @@ class DiskTier(Tier):
                 yield (*folder, name), status
 
     def _listed(self, names: Parts) -> list[tuple[str, os.stat_result]]:
-        """What is in a folder; nothing if it cannot be read, or is none by now."""
+        """The contents of a folder; empty if it cannot be read or is not a folder any more."""
         found = []
         with suppress(OSError), folder_below(self._root, names) as folder, os.scandir(folder) as entries:
             for each in entries:
@@ -205,16 +205,16 @@ class DiskTier(Tier):
         return None
 
     def remove_set_aside(self) -> None:
-        """Delete the damaged files that were kept for a look."""
+        """Delete the damaged files that were kept for inspection."""
         folder = self._root / SET_ASIDE
         with suppress(OSError):
             if stat.S_ISDIR(os.lstat(folder).st_mode):
                 shutil.rmtree(folder, ignore_errors=True)
-            else:  # rmtree would open it, and wait for ever if it is a pipe
+            else:  # rmtree would open it, and block forever if it is a pipe
                 os.unlink(folder)
 
     def _set_aside(self, parts: Parts, reason: Exception) -> None:
-        """Move a file away, so that it is neither met again nor lost."""
+        """Move a damaged file away, so that it is neither read again nor lost."""
         *folders, name = parts
         kept_folders, kept_name = (SET_ASIDE, *folders), f"{name}.{time.time_ns()}"
         try:
@@ -233,7 +233,7 @@ class DiskTier(Tier):
         logger.warning("set a damaged entry aside: %s (%s)", self._root.joinpath(*kept_folders, kept_name), reason)
 
     def _remove_stale_temporary_files(self) -> None:
-        """Those of writers that died; a living one takes seconds."""
+        """Delete temporary files of writers that died. A living writer takes seconds."""
         now = time.time()
         if now < self._next_cleaning:
             return

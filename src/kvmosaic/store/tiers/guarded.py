@@ -1,4 +1,4 @@
-"""A tier whose place may hang, as disks do: nobody waits for it longer than a deadline."""
+"""A wrapper for a tier that may hang, as disks do: no caller waits longer than a deadline."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -9,16 +9,16 @@ from kvmosaic.store.base import EntryInfo, Tier
 from kvmosaic.store.breaker import Breaker
 
 DISK_DEADLINE_S = 30.0
-"""How long a call of the disk tier may take, besides the time to move its data. Far longer than a busy disk takes, as
-no step of an engine waits for it."""
+"""Deadline of a call to the disk tier, in seconds, plus the time to move its data. Far longer than a busy disk takes,
+because no step of an engine waits for it."""
 
 
 class GuardedTier(Tier):
-    """Another tier behind a breaker, which opens when a call does not return. Errors are nothing of the kind: a disk
-    that is full can still be read."""
+    """Another tier behind a breaker, which opens when a call does not return. Errors do not open it: a full disk can
+    still be read."""
 
     def __init__(self, tier: Tier, title: str, deadline_s: float = DISK_DEADLINE_S) -> None:
-        """``title`` is for messages."""
+        """``title`` is the tier's name in messages."""
         self.name, self.capacity = tier.name, tier.capacity
         self.is_far, self.shares_budget = tier.is_far, tier.shares_budget
         self._tier = tier
@@ -64,7 +64,7 @@ class GuardedTier(Tier):
         return self._tier.nbytes(entry)
 
     def put(self, entry: ChunkKV) -> int:
-        # A copy from a GPU belongs into this thread and its stream.
+        # A copy from a GPU has to be made in this thread, on its stream.
         here = replace(entry, data=entry.data.cpu())
         return self._breaker.call(lambda: self._tier.put(here), lambda: here.nbytes)
 

@@ -12,8 +12,8 @@ from kvmosaic.store.memory import POOL
 
 
 def in_host_memory(entry: ChunkKV) -> ChunkKV:
-    """The entry with host memory of its own: contiguous, not a view that keeps more alive than the budget knows
-    of, and pinned if it came from a GPU, so that it can go back at full speed."""
+    """The entry in host memory of its own: contiguous, not a view that keeps uncounted memory alive, and pinned if it
+    came from a GPU, so that it can be copied back at full speed."""
     data = entry.data
     if data.device.type == "cpu" and data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes:
         return entry
@@ -30,8 +30,8 @@ def in_pinned_memory(entry: ChunkKV) -> ChunkKV:
 
 
 def taken_bytes(data: torch.Tensor) -> int:
-    """Bytes of host memory that a tensor takes, or will when it is brought there: torch's allocator of pinned memory,
-    where everything from a GPU goes, gives out powers of two."""
+    """Bytes of host memory that a tensor takes, or will take when it is copied there. Tensors from a GPU go to pinned
+    memory, which torch allocates in powers of two."""
     is_pinned = data.is_cuda or data.is_pinned()
     return 1 << (data.nbytes - 1).bit_length() if is_pinned and data.nbytes else data.nbytes
 
@@ -60,7 +60,7 @@ class HostTier(Tier):
         kept = in_host_memory(entry)
         size = taken_bytes(kept.data)
         self._entries[entry.key] = kept
-        self._sizes[entry.key] = size  # last: whoever sees a size finds the entry
+        self._sizes[entry.key] = size  # last: a reader that sees a size finds the entry
         return size
 
     def delete(self, key: ChunkKey) -> None:

@@ -27,11 +27,11 @@ DELETED_AT_ONCE = 1000
 
 
 class RemoteTier(Tier):
-    """The bytes that a file on disk would have, as one value per entry, or as one for each head of an entry whose key
-    names heads and layers (``core/heads.py``). The store evicts by rules of its own, so an entry is there only if all
-    its values are.
+    """Values with the bytes that a file on disk would have: one value per entry, or one per head if the entry's key
+    names heads and layers (``core/heads.py``). The remote store evicts by its own rules, so an entry is present only
+    if all its values are.
 
-    There is nowhere to set a damaged value aside: it is deleted."""
+    A damaged value is deleted, because there is no place to set it aside."""
 
     name = "remote"
     capacity = None
@@ -45,13 +45,14 @@ class RemoteTier(Tier):
         share: HeadShare | None = None,
         check: EntryCheck = ANY_ENTRY,
     ) -> None:
-        """``deadline_s`` is how long a call may take that moves no data, in seconds; ``title`` is for messages;
-        ``share`` is what this process holds, if heads are stored one by one; ``check`` what entries have to be."""
+        """``deadline_s`` is the deadline of a call that moves no data, in seconds. ``title`` is the tier's name in
+        messages. ``share`` is the part of the KV that this process holds, if heads are stored one by one. ``check``
+        has the requirements for entries."""
         self._client = client
         self._check = check
         self._share = share
         self._formats: dict[tuple[str, str, str], KVFormat] = {}
-        """Of the values that were read so far: how long the KV in the next ones will be."""
+        """Formats of the values read so far. They predict the size of the KV in the next ones."""
         self._breaker = Breaker(title, deadline_s, probe=lambda: client.exists([PREFIX]), harmless=(RefusedError,))
 
     @property
@@ -89,7 +90,7 @@ class RemoteTier(Tier):
             room = self._client.read_at_once_bytes - sum(each.expected_bytes for each in batch)
             if batch and not 0 < entry.expected_bytes <= room:
                 yield from self._read_together(batch)
-                batch, entry = [], self._incoming(key)  # of a format that is known by now, if it was the same
+                batch, entry = [], self._incoming(key)  # its format may be known by now
             batch.append(entry)
         if batch:
             yield from self._read_together(batch)
@@ -105,7 +106,7 @@ class RemoteTier(Tier):
         try:
             lengths = self._breaker.call(lambda: self._client.get_into(names, every), every.nbytes)
         except (TierDownError, RefusedError) as error:
-            # Not the error itself: its traceback keeps the memory of the whole batch.
+            # Not the error itself: its traceback would keep the memory of the whole batch.
             failure = partial(type(error), str(error))
         at = 0
         for entry in batch:
@@ -116,7 +117,7 @@ class RemoteTier(Tier):
     def _taken(
         self, incoming: IncomingEntry, names: list[str], lengths: list[int], failure: Callable[[], OSError] | None
     ) -> ChunkKV | None:
-        """The entry that came in, if it did."""
+        """The entry that was received; ``None`` if it is absent."""
         if failure is not None:
             raise failure()
         key = incoming.key
@@ -144,13 +145,13 @@ class RemoteTier(Tier):
 
     def put(self, entry: ChunkKV) -> int:
         if self._share is not None and not self._share.writes(entry.key.content_hash):
-            return self.nbytes(entry)  # a rank with the same heads has been given the same entry, and sends it
-        # A copy from a GPU belongs into this thread and its stream, all else is done while values are on their way.
+            return self.nbytes(entry)  # another rank with the same heads has the same entry, and sends it
+        # A copy from a GPU has to be made in this thread, on its stream. The rest is done while values are sent.
         names, make = names_of(entry.key), values_of(replace(entry, data=entry.data.cpu()), self._check.seal)
         sizes = [self.nbytes(entry) // len(names)] * len(names)
         most = self._client.max_value_bytes
         if most is not None and sizes[0] > most:
-            raise RefusedError(f"a value of up to {sizes[0]} bytes, and the store takes no more than {most}")
+            raise RefusedError(f"a value of up to {sizes[0]} bytes exceeds the store's limit of {most}")
 
         def value(index: int) -> Value:
             made = make[index]()
@@ -161,7 +162,7 @@ class RemoteTier(Tier):
         refusals = self._breaker.call(lambda: self._client.put(names, values), lambda: sum(sizes))
         refused = [refusal for refusal in refusals if refusal is not None]
         if refused:
-            # Some heads of an entry are of no use to anybody, and a store that is full needs the room.
+            # An incomplete set of heads is useless, and a full store needs the room.
             stored = [name for name, refusal in zip(names, refusals, strict=True) if refusal is None]
             if stored:
                 self._breaker.call(lambda: self._client.delete(stored))
@@ -179,8 +180,8 @@ class RemoteTier(Tier):
             self.progress += 1
 
     def scan(self) -> Iterator[EntryInfo]:
-        """In no particular order: the store does not tell what is older. Heads that are stored one by one are listed
-        as this process would ask for them, else as runs."""
+        """In no particular order: the store does not tell which entries are older. Heads that are stored one by one
+        are listed as the entries that this process would look up, the others as runs."""
         pages = self._client.scan(PREFIX)
         seen: set[str] = set()
         heads = HeadGroups()
@@ -206,20 +207,20 @@ class RemoteTier(Tier):
 def open_remote_tier(
     url: str, deadline_s: float, share: HeadShare | None = None, check: EntryCheck = ANY_ENTRY
 ) -> RemoteTier:
-    """The tier at ``url``, which is not contacted yet. ``share`` is what this process holds of a model's KV, if heads
-    are stored one by one; ``check`` what entries have to be."""
+    """The tier at ``url``, which is not contacted yet. ``share`` is the part of a model's KV that this process holds,
+    if heads are stored one by one. ``check`` has the requirements for entries."""
     parsed = RemoteUrl.parse(url)
     client = (MooncakeClient if parsed.kind == "mooncake" else ValkeyClient)(parsed, deadline_s)
     return RemoteTier(client, deadline_s, f"the remote tier at {url}", share, check)
 
 
 def _layout(key: ChunkKey) -> tuple[str, str, str]:
-    """What entries have in common that are of one format."""
+    """The parts of a key that entries of one format share."""
     return key.model, key.fingerprint, key.heads
 
 
 def _parsed(name: str) -> ChunkKey | HeadPoolKey | None:
     try:
         return parse_remote_key(name)
-    except ValueError:  # somebody else's, or of a version to come
+    except ValueError:  # of another program or a later version
         return None

@@ -15,17 +15,17 @@ class ServedEngine:
 
     client: Any
     model_config: Any
-    """vLLM's."""
+    """vLLM's ``ModelConfig``."""
     chat_template: str | None
-    """What the server was started with: a file or a template, if anything."""
+    """Chat template that the server was started with, if any: a file or the template itself."""
     connector: str | None
-    """The class of its KV connector, if it has one."""
+    """Name of the class of its KV connector, if it has one."""
     settings: Mapping[str, Any]
-    """What the connector is configured with."""
+    """The connector's settings."""
 
 
 def served_engine(app: Any) -> ServedEngine | None:
-    """The engine behind ``app``; ``None`` as long as there is none."""
+    """The engine behind ``app``; ``None`` before there is one."""
     state = getattr(app, "state", None)
     config, client = getattr(state, "vllm_config", None), getattr(state, "engine_client", None)
     if config is None or client is None:
@@ -41,8 +41,8 @@ def served_engine(app: Any) -> ServedEngine | None:
 
 
 async def run_request(client: Any, tokens: list[int], answer: int, params: Mapping[str, Any] | None = None) -> None:
-    """Have the engine answer a prompt of ``tokens`` with ``answer`` tokens, which nobody reads. ``params`` are its
-    ``kv_transfer_params``."""
+    """Have the engine answer a prompt of ``tokens`` with ``answer`` tokens, and discard the answer. ``params`` are
+    the request's ``kv_transfer_params``."""
     extra = {"kv_transfer_params": dict(params)} if params else None
     sampling = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False, extra_args=extra)
     prompt = {"type": "token", "prompt_token_ids": tokens}  # as vLLM's own renderer makes it
@@ -51,8 +51,8 @@ async def run_request(client: Any, tokens: list[int], answer: int, params: Mappi
 
 
 def watch_transfer_params(client: Any, watcher: Callable[[], Callable[[Any], None] | None]) -> None:
-    """Show what the connector answers to a request, which streams leave out. ``watcher`` is asked when a request
-    begins, in the context of its HTTP request, whom to show it to."""
+    """Pass the connector's answer to each request on to a callback, because streams leave it out. ``watcher`` is
+    called when a request begins, in the context of its HTTP request, and returns that callback, if any."""
     generate = client.generate
 
     def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -64,7 +64,7 @@ def watch_transfer_params(client: Any, watcher: Callable[[], Callable[[Any], Non
 
 
 async def _shown(outputs: Any, show: Callable[[Any], None]) -> AsyncIterator[Any]:
-    async with aclosing(outputs):  # who stops listening aborts the request at once
+    async with aclosing(outputs):  # a client that stops listening aborts the request at once
         async for output in outputs:
             if output.kv_transfer_params is not None:
                 show(output.kv_transfer_params)

@@ -7,7 +7,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, get_k
 
 
 def block_size(kv_cache_config: Any) -> int:
-    """Tokens per block of the one group."""
+    """Tokens per block of the only group."""
     size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     return size
 
@@ -24,23 +24,26 @@ def unsupported_cache(kv_cache_config: Any) -> list[str]:
     if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return []
     kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-    return [f"this model keeps its KV in {len(groups)} group(s) of {kinds}, not of all tokens; use another model"]
+    return [
+        f"this model keeps its KV in {len(groups)} group(s) of {kinds}; chunks need one group that keeps all tokens; "
+        "use another model"
+    ]
 
 
 def sliding_window(kv_cache_config: Any) -> int | None:
-    """Tokens that each token sees, itself among them, in layers with a sliding window; ``None`` without such layers.
-    All of them have one size, or vLLM refuses to keep all layers in one group."""
+    """Number of tokens that each token sees, including itself, in layers with a sliding window; ``None`` without such
+    layers. All windows have the same size; otherwise vLLM refuses to keep all layers in one group."""
     window: int | None = kv_cache_config.kv_cache_groups[0].kv_cache_spec.sliding_window
     return window
 
 
 def spec_kind(kv_cache_config: Any) -> str:
-    """The name that vLLM's events have for the layers of the one group."""
+    """Name of the only group's layers in vLLM's events."""
     kind: str = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value
     return kind
 
 
 def windowed_kind() -> str:
-    """The name that vLLM's events have for a group of layers with a sliding window."""
+    """Name of a group of layers with a sliding window in vLLM's events."""
     kind: str = KVCacheSpecKind.SLIDING_WINDOW.value
     return kind

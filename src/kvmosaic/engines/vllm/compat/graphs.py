@@ -10,9 +10,10 @@ from vllm.forward_context import BatchDescriptor
 
 
 def graph_size(runner: Any, tokens: int) -> int | None:
-    """Tokens of the smallest CUDA graph, in pieces between attention, that takes ``tokens``; ``None`` where vLLM has
-    none (yet), or none that we know how to feed: the V2 runner's, without adapters, of models that take one position
-    for each token. Writing K and V must be no part of it, or it would write where the step in progress does."""
+    """Size, in tokens, of the smallest piecewise CUDA graph (split at attention) that holds ``tokens``. ``None`` if
+    vLLM has no such graph (yet), or none that we can feed. We can feed graphs of the V2 runner, without adapters, of
+    models with one position per token. Writing K and V must not be part of the graph, because it would write to the
+    slots of the step in progress."""
     manager = getattr(runner, "cudagraph_manager", None)
     if (
         not getattr(manager, "_graphs_captured", False)
@@ -32,8 +33,8 @@ def graph_size(runner: Any, tokens: int) -> int | None:
 def graph_inputs(
     runner: Any, tokens: torch.Tensor, positions: torch.Tensor, count: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The memory that CUDA graphs read their inputs from, holding ``tokens`` and ``positions``, of which the first
-    ``count`` are no padding. The step in progress has its own inputs back afterwards."""
+    """The input buffers of CUDA graphs, filled with ``tokens`` and ``positions``; all but the first ``count`` are
+    padding. The inputs of the step in progress are restored afterwards."""
     buffers = runner.input_buffers
     places = [part[: len(tokens)] for part in (buffers.input_ids, buffers.positions, buffers.is_padding)]
     before = [place.clone() for place in places]
@@ -48,14 +49,14 @@ def graph_inputs(
 
 
 def graph_context(size: int | None) -> dict[str, Any]:
-    """What ``set_forward_context`` has to know for a graph of ``size`` tokens to be used."""
+    """Arguments of ``set_forward_context`` that select the graph of ``size`` tokens."""
     if size is None:
         return {}
     return {"cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE, "batch_descriptor": BatchDescriptor(size)}
 
 
 def asks_for_layers(forward_context: Any) -> bool:
-    """Whether a forward, if it is still to come, calls the connector's ``wait_for_layer_load`` for every layer. A
-    graph of a whole step does not, nor does a step that computes nothing."""
+    """Whether a forward that is still to come calls the connector's ``wait_for_layer_load`` for every layer. A CUDA
+    graph of a whole step does not, and neither does a step that computes nothing."""
     mode = forward_context.cudagraph_runtime_mode
     return forward_context.attn_metadata is not None and mode != CUDAGraphMode.FULL

@@ -1,4 +1,4 @@
-"""vLLM's attention layers: their caches, their backends, and how to stand in for a backend."""
+"""vLLM's attention layers: their caches, their backends, and how to replace a backend's attention."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,19 +32,19 @@ def paged_cache(layer: Any) -> torch.Tensor:
 
 
 def softmax_scale(layer: Any) -> float:
-    """The factor of a layer's scores."""
+    """Scaling factor of a layer's attention scores."""
     scale: float = layer.impl.scale
     return scale
 
 
 def window_of(layer: Any) -> int | None:
-    """Tokens that each token sees in a layer, itself among them; ``None``: all before it."""
+    """Number of tokens that each token sees in a layer, including itself; ``None``: all before it."""
     window: int | None = getattr(layer, "sliding_window", None)
     return window
 
 
 def write_kv(layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store K and V ``[tokens, heads, dim]`` of one layer at ``slots`` ``[tokens]``. The backend chooses the
+    """Store K and V ``[tokens, heads, dim]`` of one layer at ``slots`` ``[tokens]``. The backend chooses the memory
     order."""
     layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
@@ -57,12 +57,12 @@ def attend_by_backend(
 
 
 Attend = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], object]], None]
-"""Does a layer's attention: the layer, queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``, where
-the result goes ``[tokens, heads, v_dim]``, and what the backend itself would do."""
+"""Computes a layer's attention. Its arguments are the layer, queries ``[tokens, heads, dim]``, K and V ``[tokens,
+kv_heads, dim]``, the output ``[tokens, heads, v_dim]``, and a function that runs the backend's own attention."""
 
 
 class _Attention:
-    """A backend's attention of one layer, asked of somebody else; everything else is the backend's."""
+    """Stands in for a layer's backend: ``attend`` computes attention, the backend does everything else."""
 
     def __init__(self, backend: Any, attend: Attend, before: Callable[[Any], None]) -> None:
         self._backend = backend
@@ -96,10 +96,10 @@ class _Attention:
 
 @contextmanager
 def attention_by(attend: Attend, before: Callable[[Any], None], layers: Sequence[Any]) -> Iterator[None]:
-    """Have ``attend`` do the attention of some layers, and ``before`` be called with each before its K and V are
-    written. Compiled code looks for them when it runs, not before."""
+    """Have ``attend`` compute the attention of ``layers``, and call ``before`` with each layer before its K and V are
+    written. Compiled code also uses them, because it looks up ``impl`` when it runs."""
     backends = [layer.impl for layer in layers]
-    # Set as the plain attribute it is: a module's own way to set one looks for parameters first, which takes longer.
+    # Set as a plain attribute: a module's own ``__setattr__`` looks for parameters first, which is slower.
     for layer, backend in zip(layers, backends, strict=True):
         object.__setattr__(layer, "impl", _Attention(backend, attend, before))
     try:
@@ -110,8 +110,8 @@ def attention_by(attend: Attend, before: Callable[[Any], None], layers: Sequence
 
 
 def is_plain_attention(layer: Any) -> bool:
-    """Whether a layer's attention is a softmax of scaled products and nothing else, within a window perhaps, after K
-    and V were written by somebody else."""
+    """Whether a layer's attention is only a softmax of scaled products, possibly within a window, and K and V are
+    written by a separate call before it."""
     impl = layer.impl
     return (
         type(layer) is Attention

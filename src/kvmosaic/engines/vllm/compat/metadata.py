@@ -1,4 +1,4 @@
-"""vLLM's attention metadata: what backends are told of the sequences in a forward."""
+"""vLLM's attention metadata, which describes the sequences of a forward to backends."""
 
 import copy
 from typing import Any
@@ -8,12 +8,12 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappin
 __all__ = ["build_attn_metadata", "build_slot_mappings_by_layer", "init_attn_backend", "with_sequences"]
 
 SIZED_BY_BUILDERS = frozenset({"CPU_ATTN", "FLASHINFER", "FLASH_ATTN", "TRITON_ATTN"})
-"""Backends whose source was read: only their metadata builders depend on the maximum number of sequences."""
+"""Backends whose source was checked: in them, only metadata builders depend on the maximum number of sequences."""
 
 
 def with_sequences(vllm_config: Any, kv_cache_config: Any, count: int) -> Any:
-    """The configuration with which metadata builders take ``count`` sequences. It stays as it is where it allows
-    more, or where a backend may have other buffers of that size."""
+    """The configuration with which metadata builders accept ``count`` sequences. It is unchanged if it already allows
+    as many, or if a backend may have other buffers of that size."""
     layers = vllm_config.compilation_config.static_forward_context
     names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
     backends = {layers[name].get_attn_backend().get_name() for name in names}

@@ -16,7 +16,7 @@ def rotary_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def rotary_table(module: Any) -> torch.Tensor:
-    """The table in force, ``[positions, width]``: cos, then sin."""
+    """The table in use, ``[positions, width]``: cos, then sin."""
     both: torch.Tensor | None = getattr(module, "long_short_cos_sin_cache", None)
     if both is None:
         return module.cos_sin_cache

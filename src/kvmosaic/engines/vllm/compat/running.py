@@ -1,4 +1,4 @@
-"""What surrounds a forward inside vLLM's worker: context, adapters, connector hooks, tensor-parallel group."""
+"""Surroundings of a forward inside vLLM's worker: context, adapters, connector hooks, tensor-parallel group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ __all__ = ["get_tp_group", "no_adapters", "quiet_hooks", "set_forward_context"]
 
 @contextmanager
 def no_adapters(runner: Any, sequences: int, tokens: int) -> Iterator[None]:
-    """Run ``tokens`` in ``sequences`` through the base model, then go back to the adapters of the step."""
+    """Run ``tokens`` in ``sequences`` through the base model, then restore the adapters of the step."""
     manager = getattr(runner, "lora_manager", None)
     if manager is None:
         yield
@@ -30,8 +30,7 @@ def no_adapters(runner: Any, sequences: int, tokens: int) -> Iterator[None]:
 
 @contextmanager
 def quiet_hooks(connector: Any) -> Iterator[None]:
-    """Keep vLLM's per-layer connector hooks quiet while we run forwards of our own: without metadata they do
-    nothing."""
+    """Disable vLLM's per-layer connector hooks during our own forwards: without metadata they do nothing."""
     before = connector._connector_metadata
     connector._connector_metadata = None
     try:

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has and tells: steps, free blocks, block hashes, events."""
+"""vLLM's scheduler: steps, free blocks, block hashes, events."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,25 +30,25 @@ __all__ = [
 ]
 
 HIDDEN = b"\xf3kvm"
-"""The last bytes of block hashes that vLLM's events leave out. Events may carry only the last 8 bytes of a hash."""
+"""Suffix of block hashes that are left out of vLLM's events. Events may carry only the last 8 bytes of a hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step as the scheduler planned it: a ``SchedulerOutput``, less what we do not need."""
+    """One step as the scheduler planned it: the parts of a ``SchedulerOutput`` that we need."""
 
     scheduled: dict[str, int] = field(default_factory=dict)
-    """Tokens that the forward computes, by request."""
+    """Number of tokens that the forward computes, by request."""
     computed: dict[str, int] = field(default_factory=dict)
-    """Tokens that were computed or loaded before, by scheduled request."""
+    """Number of tokens that were computed or loaded before, by scheduled request."""
     new: frozenset[str] = frozenset()
-    """Requests that begin."""
+    """Requests that start in this step."""
     resumed: frozenset[str] = frozenset()
-    """Requests that come back after a preemption."""
+    """Requests that resume after a preemption."""
     blocks: dict[str, list[int]] = field(default_factory=dict)
-    """Block ids that requests got: all of them for those that begin or come back, else those in addition."""
+    """Block ids that requests got: all blocks of those that start or resume, additional blocks of the others."""
     finished: frozenset[str] = frozenset()
-    """Requests that ended since the step before."""
+    """Requests that ended since the previous step."""
 
     @classmethod
     def of(cls, output: Any) -> "Step":
@@ -78,11 +78,11 @@ class Step:
 
 
 class Borrowed(NamedTuple):
-    """Blocks out of vLLM's pool."""
+    """Blocks borrowed from vLLM's pool."""
 
     ids: tuple[int, ...]
     handles: list[Any]
-    """What the pool takes back."""
+    """The pool's own block objects, which it takes back."""
 
 
 class FreeBlocks:
@@ -97,16 +97,16 @@ class FreeBlocks:
         return free
 
     def borrow(self, count: int) -> Borrowed:
-        """``count`` blocks, at most as many as are free."""
+        """Borrow ``count`` blocks, at most as many as are free."""
         blocks = self._pool.get_new_blocks(count)
         return Borrowed(tuple(block.block_id for block in blocks), blocks)
 
     def give_back(self, borrowed: Borrowed) -> None:
-        """Free them. The next owner writes them in a later step."""
+        """Free borrowed blocks. Their next owner writes to them in a later step."""
         self._pool.free_blocks(borrowed.handles)
 
     def before_reset(self, let_go: Callable[[], None]) -> None:
-        """Call ``let_go`` whenever vLLM is about to empty its prefix cache: it refuses while any block is in use."""
+        """Call ``let_go`` before vLLM empties its prefix cache, which it refuses to do while any block is in use."""
         reset = self._pool.reset_prefix_cache
 
         @wraps(reset)
@@ -130,8 +130,8 @@ def set_block_hasher(request: Any, hasher: Callable[[Any], list[Any]]) -> None:
 
 
 def hide_events(pool: Any) -> None:
-    """Keep blocks whose hash ends in :data:`HIDDEN` out of the events of vLLM's block pool: routers would take them
-    for blocks of a plain prompt."""
+    """Keep blocks whose hash ends in :data:`HIDDEN` out of the events of vLLM's block pool: routers would mistake
+    them for blocks of a plain prompt."""
     take = pool.take_events
 
     @wraps(take)
@@ -142,7 +142,7 @@ def hide_events(pool: Any) -> None:
 
 
 def _shown(event: KVCacheEvent) -> Iterator[KVCacheEvent]:
-    """The event, less its hidden blocks: nothing, or one event for each run of the others."""
+    """The event without its hidden blocks: nothing, or one event for each run of visible blocks."""
     if not isinstance(event, BlockRemoved | BlockStored) or not any(map(_is_hidden, event.block_hashes)):
         yield event
         return
@@ -172,8 +172,8 @@ def _is_hidden(block_hash: Any) -> bool:
 
 
 def count_cached_tokens(request: Any, local: int, reused: int) -> None:
-    """Have vLLM report ``local`` tokens from its prefix cache and ``reused`` ones from ours as cached. By itself it
-    would count everything the worker brings, also what the worker has just computed."""
+    """Have vLLM report ``local`` tokens from its prefix cache and ``reused`` ones from ours as cached. By itself,
+    vLLM would count all tokens that the worker loads, including those that the worker has just computed."""
     stats = request.prefill_stats
     if stats is not None and request.num_preemptions == 0:
         stats.set(
@@ -184,8 +184,8 @@ def count_cached_tokens(request: Any, local: int, reused: int) -> None:
 
 
 def take_parameters(request: Any) -> object:
-    """What a client sent as ``kv_transfer_params``. vLLM takes anything (as ``vllm_xargs``), and looks something up
-    in it once the connector has seen the request; so what is no object is taken away."""
+    """The ``kv_transfer_params`` that a client sent. vLLM accepts any value (as ``vllm_xargs``), and looks up keys in
+    it after the connector has seen the request. So a value that is not an object is removed from the request."""
     sent: object = request.kv_transfer_params
     if not isinstance(sent, dict):
         request.kv_transfer_params = None
@@ -193,7 +193,7 @@ def take_parameters(request: Any) -> object:
 
 
 def do_before_forward(output: Any) -> None:
-    """Have the workers do what ``output``, a ``SchedulerOutput``, has for the connector before its forward. Newer
-    releases do it afterwards where no request of the step waits for it."""
+    """Have the workers run the connector's work in ``output``, a ``SchedulerOutput``, before the forward. Newer
+    releases run it after the forward if no request of the step waits for it."""
     if hasattr(output, "has_sync_kv_loads"):
         output.has_sync_kv_loads = True

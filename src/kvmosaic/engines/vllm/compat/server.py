@@ -11,15 +11,15 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class ServeCommand:
-    """Not vLLM's own ``main()``: it asks for the version of a distribution named "vllm", and CPU builds have other
-    names."""
+    """Runs ``vllm serve`` without vLLM's own ``main()``, which asks for the version of a distribution named "vllm":
+    CPU builds have other names."""
 
     def __init__(self) -> None:
         self._command = ServeSubcommand()
 
     def parse(self, model: str, options: Sequence[str]) -> Namespace:
         """The options of ``vllm serve MODEL``, as vLLM understands them."""
-        sys.argv = ["vllm", "serve", model, *options]  # vLLM looks there, too
+        sys.argv = ["vllm", "serve", model, *options]  # vLLM also reads it
         parser = FlexibleArgumentParser()
         self._command.subparser_init(parser.add_subparsers(dest="subparser"))
         parsed: Namespace = parser.parse_args(sys.argv[1:])
@@ -27,7 +27,7 @@ class ServeCommand:
         return parsed
 
     def engine_args(self, parsed: Namespace) -> Any:
-        """The engine that these options ask for."""
+        """The engine arguments of these options."""
         parsed.model = parsed.model_tag  # as the command itself does later
         return AsyncEngineArgs.from_cli_args(parsed)
 

@@ -1,4 +1,4 @@
-"""What vLLM loaded: a model's weights, where they came from, and what may change them."""
+"""The weights that vLLM loaded, where they came from, and which methods may change them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
-"""Load formats that read all weights from a folder's safetensors files, or from its only others."""
+"""Load formats that read all weights from a folder's safetensors files or, without any, from its other weight
+files."""
 CHANGING = (
     "apply_model",
     "checkpoint_restore",
@@ -22,13 +23,14 @@ CHANGING = (
     "update_weights",
     "wake_up",
 )
-"""Methods of vLLM's workers, in some release or other, after which weights may not be what they were."""
+"""Methods of vLLM's workers, in any supported release, that may change weights."""
 COLUMNS = 8
-"""Columns that are looked at of a matrix that can only be multiplied with."""
+"""Number of columns that are sampled of a matrix that only supports multiplication."""
 
 
 def weight_files(vllm_config: Any) -> tuple[str, str | None, str | None] | None:
-    """Model, revision and the hub's cache folder, where it is sure that the files there are what was loaded."""
+    """Model, revision and the hub's cache folder; ``None`` unless the loaded weights certainly come from the files
+    there."""
     from vllm import envs
 
     model, load = vllm_config.model_config, vllm_config.load_config
@@ -44,12 +46,12 @@ def _is_one_file(model: str) -> bool:
 
 
 def loaded_model(runner: Any) -> Any:
-    """The model itself, without what a runner wraps it in."""
+    """The model itself, without a runner's wrappers."""
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
 
 
 def loaded_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and contents of all weights. Of matrices that a CPU's library keeps packed, some columns."""
+    """Names and contents of all weights; only some columns of matrices that a CPU's library keeps packed."""
     for name, parameter in model.named_parameters():
         yield from _plain(name, parameter)
     for name, module in model.named_modules():
@@ -57,7 +59,8 @@ def loaded_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         width = getattr(module, "input_size_per_partition", None)
         if weight is None or weight.numel() or multiply is None or width is None:
             continue
-        # Each row picks a column: other numbers are multiplied by zero, so this is exact whatever the order of sums.
+        # Each row picks one column. All other numbers are multiplied by zero, so the result is exact in any summation
+        # order.
         columns = torch.arange(min(COLUMNS, width)) * width // min(COLUMNS, width)
         rows = torch.zeros(len(columns), width, dtype=weight.dtype).scatter_(1, columns[:, None], 1)
         with torch.inference_mode():
@@ -65,7 +68,7 @@ def loaded_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors with data of their own: some kinds of parameters consist of several."""
+    """Tensors that hold a parameter's data: some kinds of parameters consist of several."""
     partitions = getattr(tensor, "partitions", None)
     if isinstance(partitions, dict):
         for index, part in partitions.items():

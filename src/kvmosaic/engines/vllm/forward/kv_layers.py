@@ -13,7 +13,7 @@ from kvmosaic.engines.vllm.forward.runs import Pass, Run
 
 
 class KVLayers:
-    """All layers that cache K and V, first to last, as our own code writes to them."""
+    """All layers that cache K and V, first to last, and access to their caches."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, device: torch.device) -> None:
         groups = kv_cache_config.kv_cache_groups
@@ -23,9 +23,9 @@ class KVLayers:
         self.block_sizes: list[int] = [group.kv_cache_spec.block_size for group in groups]
         """Tokens per block, per KV cache group."""
         self.index_of: dict[str, int] = {layer.layer_name: index for index, layer in enumerate(self.layers)}
-        """By vLLM's name of the layer."""
+        """Index of each layer, by vLLM's name of it."""
         self.has_shared_caches = has_shared_caches(vllm_config)
-        """Whether the model has more attention layers than these, which read the caches of these."""
+        """Whether the model has further attention layers, which read the caches of these."""
         self._group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class KVLayers:
         return tuple(index for index in range(len(self.layers)) if index not in self.full)
 
     def format(self, dtype: torch.dtype, tails: WindowTails) -> KVFormat:
-        """What entries of these layers look like, as this rank has them."""
+        """Format of this rank's entries of these layers."""
         layer = self.layers[0]
         return KVFormat(len(self), layer.num_kv_heads, layer.head_size, layer.head_size_v, dtype, tails)
 
@@ -66,5 +66,5 @@ class KVLayers:
 
     def write(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store K and V ``[tokens, heads, dim]`` of one layer at ``slots`` ``[groups, tokens]``; the backend chooses
-        the order of numbers."""
+        the memory order."""
         write_kv(layer, k, v, slots[self._group_of[layer.layer_name]])

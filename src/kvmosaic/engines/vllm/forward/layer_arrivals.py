@@ -9,26 +9,27 @@ GROUPS = 8
 
 
 class LayerArrivals:
-    """A stream beside the engine's own, and for each layer when it will be there. A reader or writer of a layer has
-    to wait for it: on the GPU, in the order of the engine's stream."""
+    """A CUDA stream beside the engine's own, and an event for each layer that marks its arrival. A reader or writer
+    of a layer has to wait for that event: on the GPU, in the order of the engine's stream."""
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
-        """``caches``: that of each layer. Where layers share one, the first has to wait for what the last brings."""
+        """``caches``: the cache of each layer. If layers share a cache, all of them form one group, because the first
+        layer then has to wait for the last."""
         groups = 1 if len({cache.data_ptr() for cache in caches}) < len(caches) else GROUPS
         layers, step = len(caches), -(-len(caches) // groups)
         self.groups = [range(start, min(start + step, layers)) for start in range(0, layers, step)]
         self._stream = torch.cuda.Stream(caches[0].device)
         self._due: dict[int, torch.cuda.Event] = {}
-        """By layer."""
+        """Events of layers that have not been waited for, by layer."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether a layer has not been waited for yet."""
+        """Whether some layer has not been waited for yet."""
         return bool(self._due)
 
     def follow(self, launches: Iterator[range]) -> torch.cuda.Event:
-        """Run ``launches``, which name layers, beside the engine's stream, after what that stream has by now. The
-        event says when the last of them is over."""
+        """Run ``launches``, which yield layers, on the side stream, after all work that the engine's stream has by
+        now. The returned event marks the end of the last launch."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for layers in launches:
@@ -38,12 +39,12 @@ class LayerArrivals:
         return event
 
     def wait(self, layer: int) -> None:
-        """Let the engine's stream go on only when a layer is there."""
+        """Make the engine's stream wait until a layer has arrived."""
         event = self._due.pop(layer, None)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def wait_for_all(self) -> None:
-        """Likewise for all layers."""
+        """Make the engine's stream wait until all layers have arrived."""
         for layer in list(self._due):
             self.wait(layer)

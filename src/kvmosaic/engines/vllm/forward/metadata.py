@@ -1,4 +1,4 @@
-"""What attention backends are told of virtual sequences."""
+"""Attention metadata of virtual sequences."""
 
 import copy
 from itertools import accumulate
@@ -16,18 +16,20 @@ from kvmosaic.engines.vllm.compat.metadata import (
 from kvmosaic.engines.vllm.forward.runs import Pass
 
 PASS_RUNS = 256
-"""Virtual sequences in a pass, where backends let us; vLLM itself may be made for fewer, or for more."""
+"""Number of virtual sequences that a pass may have, if backends allow it. vLLM itself may be configured for fewer or
+more."""
 
 
 class MetadataBuilder:
-    """Builders of our own: the runner's share buffers with the step in progress, and may take few sequences."""
+    """Our own metadata builders: the runner's builders share buffers with the step in progress, and may accept only
+    few sequences."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, device: torch.device) -> None:
         self._kv_cache_config = copy.deepcopy(kv_cache_config)  # vLLM's function changes it
         roomy = with_sequences(vllm_config, kv_cache_config, PASS_RUNS)
         self._groups, _, _ = init_attn_backend(self._kv_cache_config, roomy, device)
         self.max_runs: int = roomy.scheduler_config.max_num_seqs
-        """The builders take no more."""
+        """Maximum number of runs that the builders accept."""
 
     def build(self, work: Pass) -> dict[str, Any]:
         """Metadata by layer: every run is a sequence of its own, over the blocks of the sequence it belongs to."""
@@ -54,7 +56,7 @@ class MetadataBuilder:
         return metadata
 
     def slot_mappings(self, slots: torch.Tensor) -> Any:
-        """Slots ``[groups, tokens]`` by layer; -1 is not written."""
+        """Slots ``[groups, tokens]`` by layer; a slot of -1 is not written."""
         return build_slot_mappings_by_layer(slots, self._kv_cache_config)
 
 

@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class RankLostError(BaseException):
-    """The model failed on one of several ranks, and the others wait inside it. Nobody can go on from there, so no
-    handler of ordinary failures should get hold of this."""
+    """The model failed on one of several ranks, and the others wait inside it. The engine cannot continue from there,
+    so handlers of ordinary failures must not catch this."""
 
 
 class _ElsewhereError(Exception):
@@ -26,21 +26,22 @@ class _ElsewhereError(Exception):
 class Ranks:
     """The tensor-parallel ranks, seen from one of them.
 
-    They meet in collective operations, which all of them have to reach in the same order, whatever fails on one. So
-    everything that may fail is either followed by a vote, or done *together*: then ranks vote before each pass of the
-    model, and one that fails votes against going on, once, wherever it is. All of them leave at the same vote."""
+    They meet in collective operations, which all of them have to reach in the same order, even if something fails on
+    one rank. So everything that may fail is either followed by a vote, or done *together*: ranks then vote before
+    each pass of the model, and a rank that fails votes once against continuing, wherever it is. All of them leave at
+    the same vote."""
 
     def __init__(self, model_config: Any, layers: int) -> None:
         self._group = get_tp_group()
         self.rank: int = self._group.rank_in_group
         self.count: int = self._group.world_size
-        # Of a latent that all heads share, vLLM gives every rank all of it.
+        # vLLM gives every rank the whole latent that all heads share.
         heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
         self.share = HeadShare.of_rank(self.rank, self.count, heads, layers)
 
     def all_have(self, mine: Sequence[bool]) -> list[bool]:
-        """Which of these every rank has: called by all with the same things in the same order. Ranks evict and fail
-        on their own, but must compute the same tokens."""
+        """Whether every rank has an item, for each item. All ranks call this with the same items in the same order.
+        Ranks evict and fail independently, but must compute the same tokens."""
         if self.count == 1:
             return list(mine)
         votes = torch.tensor(mine, dtype=torch.int32)
@@ -48,8 +49,8 @@ class Ranks:
         return votes.bool().tolist()
 
     def together(self, work: Callable[[], T], what: str) -> T | None:
-        """Do something that runs the model, on all ranks. ``None`` on all of them if it failed on one, outside of the
-        model; on a single rank also inside."""
+        """Do ``work``, which runs the model, on all ranks. Returns ``None`` on all ranks if it failed on one of them
+        outside of the model; with a single rank also if it failed inside."""
         result: T | None = None
         is_done = False
         try:
@@ -61,7 +62,7 @@ class Ranks:
         return result if self.all_have([is_done])[0] else None
 
     def go_on(self) -> None:
-        """All ranks are about to meet; not if one of them failed on the way here."""
+        """Vote before a collective operation. Raises if a rank failed on the way here."""
         if self.count > 1 and not self.all_have([True])[0]:
             raise _ElsewhereError
 
@@ -74,7 +75,7 @@ class Ranks:
         return total
 
     def gather(self, mine: T) -> list[T]:
-        """What every rank has, in their order."""
+        """The values of all ranks, in the order of ranks."""
         if self.count == 1:
             return [mine]
         every: list[T | None] = [None] * self.count
@@ -82,8 +83,8 @@ class Ranks:
         return cast("list[T]", every)
 
     def first(self, mine: T) -> T:
-        """What the first rank has: ranks that compute alike may still round differently, and one token more on one of
-        them would leave the others waiting."""
+        """The value of the first rank. Ranks that compute the same thing may still round differently, and one more
+        token on one of them would leave the others waiting."""
         if self.count == 1:
             return mine
         box = [mine]

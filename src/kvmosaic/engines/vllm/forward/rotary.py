@@ -1,4 +1,4 @@
-"""The rotary tables of a vLLM model, and how its keys turn by them."""
+"""The rotary tables of a vLLM model, and how they rotate its keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ class VllmTable:
 
 
 def measure_rotary(forward: SparseForward, model: torch.nn.Module) -> list[LayerRotary | None]:
-    """Compute the same tokens at two places and explain what changed, layer by layer. No block is in use yet."""
+    """Compute the same tokens at two positions and explain the difference, layer by layer. To be called before any
+    block is in use."""
     tokens = list(range(3, 15))
     old, new = range(len(tokens)), range(29, 29 + len(tokens))
     run = Run(tokens, 0, forward.kv.free_blocks)

@@ -30,12 +30,12 @@ class PagedTokens(NamedTuple):
     positions: np.ndarray
     """``[tokens]`` int64, ascending."""
     blocks: Sequence[Sequence[int]]
-    """Per KV cache group."""
+    """Block ids, per KV cache group."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Runs that go through the model together. What several stages need to know of them is computed once."""
+    """Runs that go through the model together. Data that several stages need is computed once."""
 
     runs: Sequence[Run]
     block_sizes: Sequence[int]
@@ -48,7 +48,7 @@ class Pass:
 
     @cached_property
     def sequences(self) -> list[PagedTokens]:
-        """Neighbouring runs of one sequence put together; their tokens stay in order."""
+        """Neighbouring runs of one sequence merged; their tokens stay in order."""
         groups = (list(group) for _, group in groupby(self.runs, key=lambda run: id(run.blocks)))
         return [
             PagedTokens(np.concatenate([np.arange(run.start, run.end) for run in runs]), runs[0].blocks)
@@ -82,7 +82,7 @@ class Pass:
 
 
 def cut(runs: Sequence[Run], room: int) -> tuple[list[Run], list[Run]]:
-    """The first ``room`` tokens of some runs, and the others."""
+    """Split runs into their first ``room`` tokens and the rest."""
     first: list[Run] = []
     for index, run in enumerate(runs):
         if len(run.tokens) > room:

@@ -2,8 +2,8 @@
 
 Every run of consecutive tokens becomes a *virtual sequence*: its own query offsets and length over the block table of
 the sequence it belongs to. vLLM writes the K and V of all runs before attention reads, so each token sees exactly the
-positions at or before its own: fresh where selected, cached elsewhere. Where runs are many and short, and the cache
-can be read as it is, our own kernel does the attention instead (``tile_attention.py``).
+positions at or before its own: fresh where selected, cached elsewhere. If there are many short runs, and our kernels
+can read the cache, our own kernel computes attention instead (``tile_attention.py``).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,7 +24,7 @@ from kvmosaic.engines.vllm.forward.runs import Pass, Run
 from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Is told a layer's index, its queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
+"""Called with a layer's index, its queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
 
 
 class _SeenEnough(Exception):
@@ -32,7 +32,7 @@ class _SeenEnough(Exception):
 
 
 class SparseForward:
-    """Computes runs, in as many passes as it takes."""
+    """Computes runs, in as many passes as needed."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class SparseForward:
         arrivals: LayerArrivals | None,
         tiles: TileAttention | None,
     ) -> None:
-        """``arrivals``: what is on its way into the cache; ``tiles``: attention by our own kernel, where the cache
-        can be read as it is."""
+        """``arrivals``: KV that is being copied into the cache; ``tiles``: attention by our own kernel, if it can
+        read the cache."""
         self.kv = kv
         self._ranks = ranks
         self._config = vllm_config
@@ -54,7 +54,8 @@ class SparseForward:
         self._metadata = metadata
         self._arrivals = arrivals
         self._tiles = tiles
-        # On a CPU, vLLM's compiled code is traced for its own steps only; that of some models takes embeddings.
+        # On a CPU, vLLM's compiled code is traced only for its own steps. The compiled code of some models takes
+        # embeddings.
         takes_embeddings = (
             getattr(runner, "supports_mm_inputs", False) or vllm_config.model_config.enable_prompt_embeds
         )
@@ -62,7 +63,7 @@ class SparseForward:
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens that vLLM computes in a step, and we in a pass."""
+        """Maximum number of tokens that vLLM computes in a step, and we in a pass."""
         return int(self._config.scheduler_config.max_num_batched_tokens)
 
     def run(self, runs: Sequence[Run]) -> None:
@@ -71,13 +72,14 @@ class SparseForward:
             self._forward(work, graphs=True)
 
     def outputs(self, runs: Sequence[Run], shift: int = 0) -> torch.Tensor:
-        """Compute all runs, without CUDA graphs, whose results the next pass would overwrite, and return the last
-        hidden states ``[tokens, hidden]``. With ``shift`` the model is told positions that much higher."""
+        """Compute all runs and return the last hidden states ``[tokens, hidden]``. CUDA graphs are not used, because
+        the next pass would overwrite their results. With ``shift``, the model gets positions that are higher by that
+        number."""
         return torch.cat([self._forward(work, shift) for work in self._passes(runs)])
 
     def capture(self, runs: Sequence[Run], shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute all runs and return the K and V they cache: ``[layers, tokens, heads, dim]`` each, keys rotated.
-        With ``shift`` the model is told positions that much higher, while runs see the same keys."""
+        With ``shift``, the model gets positions that are higher by that number, while runs see the same keys."""
         noted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in self.kv.layers]
 
         def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -90,8 +92,8 @@ class SparseForward:
         return k, v
 
     def probe(self, runs: Sequence[Run], layers: Sequence[int], observe: Observer) -> None:
-        """Compute runs no further than the K and V of the last of ``layers``, which are written, too. ``observe`` is
-        told of each of ``layers``, pass by pass."""
+        """Compute runs only up to the K and V of the last of ``layers``, which are also written. ``observe`` is
+        called for each of ``layers`` in every pass."""
         last = layers[-1]
         for work in self._passes(runs):
 
@@ -105,7 +107,7 @@ class SparseForward:
                 self._forward(work, 0, note, layers, graphs=True)
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[Pass]:
-        """Cut runs into passes within the limits on tokens and, where a backend is to attend, on runs."""
+        """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs."""
         room = self.step_tokens
         max_runs = room if self._in_tiles(runs) else self._metadata.max_runs
         batch: list[Run] = []
@@ -133,9 +135,9 @@ class SparseForward:
         observed: Collection[int] = (),
         graphs: bool = False,
     ) -> torch.Tensor:
-        """One pass; the last hidden states ``[tokens, hidden]``. ``observe`` is told of the layers ``observed``. With
-        ``graphs`` through vLLM's CUDA graphs, if one is large enough: a pass of few tokens takes its time in
-        launching kernels, not in running them."""
+        """Run one pass and return the last hidden states ``[tokens, hidden]``. ``observe`` is called for the layers
+        ``observed``. With ``graphs``, the pass uses vLLM's CUDA graphs if one is large enough: a pass of few tokens
+        spends its time on launching kernels, not on running them."""
         count = work.num_tokens
         size = graph_size(self._runner, count) if graphs and self._runs_compiled else None
         padding = 0 if size is None else size - count
@@ -148,7 +150,7 @@ class SparseForward:
             layer: Any, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
         ) -> None:
             index = self.kv.index_of[layer.layer_name]
-            wait_for(layer)  # it may have K and V of another layer's
+            wait_for(layer)  # it may use K and V of another layer
             if observe is not None and index in observed:
                 observe(index, q[:count], k[:count], v[:count])
             if tiles is None or queries is None:
@@ -161,7 +163,7 @@ class SparseForward:
                 self._arrivals.wait(self.kv.index_of[layer.layer_name])
 
         everywhere = queries is not None or (self._arrivals is not None and self._arrivals.is_pending)
-        # No layers that need not be: between CUDA graphs, every call in Python counts.
+        # Only the layers that need it: between CUDA graphs, every call in Python counts.
         watched = self.kv.layers if everywhere else [self.kv.layers[index] for index in observed]
         with (
             torch.inference_mode(),

@@ -1,7 +1,7 @@
 """Attention of short runs by our own kernel, where that is cheaper than the backend's.
 
-A backend reads the KV before a run for that run alone; our kernel reads it once for all tokens of a tile. Tile by
-tile the backend is the faster one: by how much is measured at start, on the GPU, the model and the backend at hand.
+A backend reads the KV before a run for that run alone; our kernel reads it once for all tokens of a tile. Per tile,
+the backend is faster. By how much is measured at start, with the GPU, model and backend in use.
 """
 
 import statistics
@@ -24,11 +24,11 @@ from kvmosaic.engines.vllm.forward.runs import PagedTokens, Run
 from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, key_ranges_at_once, sparse_attention
 
 CONTEXT_TOKENS, RUN_TOKENS, REPEATS = 8192, 1024, 5
-"""Context, run length and repetitions with which the speed of both ways is measured."""
+"""Context tokens, run tokens and number of repetitions for measuring the speed of both ways."""
 
 
 class TileAttention:
-    """Attends by tiles of tokens, which need not be neighbours."""
+    """Computes attention in tiles of tokens, which need not be neighbours."""
 
     def __init__(self, kv: KVLayers, slowdown: float = 1.0) -> None:
         """``slowdown``: how much longer our kernel takes for one run than the backend does."""
@@ -43,18 +43,18 @@ class TileAttention:
     def measure(
         cls, kv: KVLayers, metadata: MetadataBuilder, ranks: Ranks, max_tokens: int
     ) -> "TileAttention | None":
-        """``None`` where our kernel does not compute what the layers do. No block is in use yet; ``max_tokens`` is
-        the longest sequence."""
+        """Measure the slowdown. Returns ``None`` if our kernel does not support the layers' attention. To be called
+        before any block is in use; ``max_tokens`` is the maximum length of a sequence."""
         is_plain = all(map(is_plain_attention, kv.layers)) and len({layer.num_heads for layer in kv.layers}) == 1
-        if not is_plain or kv.has_shared_caches:  # the layers that share would get no metadata, and compute nothing
+        if not is_plain or kv.has_shared_caches:  # layers that share one would get no metadata, and compute nothing
             return None
         tiles = cls(kv)
-        # Ranks have to decide alike, or they would wait for each other in different passes.
+        # All ranks have to decide the same, or they would wait for each other in different passes.
         tiles.slowdown = ranks.first(tiles._measure(kv, metadata, max_tokens))
         return tiles
 
     def is_cheaper(self, runs: Sequence[Run]) -> bool:
-        """Whether to compute ``runs`` in tiles."""
+        """Whether ``runs`` are predicted to be cheaper in tiles."""
         theirs = sum(-(-len(run.tokens) // self._tokens) * run.end for run in runs)
         ours = sum(len(run.tokens) * run.end for run in runs) / self._tokens
         return ours * self.slowdown < theirs
@@ -79,7 +79,7 @@ class TileAttention:
         queries = self.queries(work.sequences)
         told = metadata.build(work)[layer.layer_name]
         with torch.inference_mode():
-            # No request shall wait until a kernel is compiled, neither for long runs nor for lone tokens.
+            # Compile the kernels now, for long runs and for single tokens, so that no request waits for that.
             for other in {window_of(layer): layer for layer in kv.layers}.values():
                 for each in (run, Run(range(1), context - 1, blocks)):
                     asking, _, _, result = self._draw(other, len(each.tokens))
@@ -89,7 +89,7 @@ class TileAttention:
         return ours / theirs
 
     def _draw(self, layer: Any, tokens: int) -> list[torch.Tensor]:
-        """Random queries, keys, values, and room for results of a layer, ``[tokens, heads, dim]``."""
+        """Random queries, keys and values of a layer, and an output buffer, ``[tokens, heads, dim]``."""
         heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)
         dims = (layer.head_size, layer.head_size, layer.head_size_v, layer.head_size_v)
         return [

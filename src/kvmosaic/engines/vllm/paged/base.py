@@ -1,4 +1,4 @@
-"""Entries into vLLM's blocks and out of them."""
+"""Copying entries into vLLM's blocks and out of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ class RunRange(NamedTuple):
     """Some consecutive tokens of a run."""
 
     run: int
-    """Its place in a list of runs."""
+    """Index in a list of runs."""
     start: int
     end: int
     """Positions ``start .. end-1`` of the run's sequence."""
@@ -30,16 +30,16 @@ class RequestBlocks(ABC):
 
     _forward: SparseForward
     format: KVFormat
-    """Of this engine's entries: sizes are taken from it, never from an entry."""
+    """Format of this engine's entries. Sizes are taken from it, never from an entry."""
 
     @property
     def tails(self) -> WindowTails:
-        """What entries keep of layers with a sliding window."""
+        """Tokens that entries keep in layers with a sliding window."""
         return self.format.tails
 
     def check_formats(self, moves: Sequence[tuple[ChunkKV, int]]) -> None:
-        """Raise a ``ValueError`` if an entry is of another format: it would be written into other requests' blocks.
-        The store returns no such entry."""
+        """Raise a ``ValueError`` if an entry has another format, because it would be written into other requests'
+        blocks. The store returns no such entry."""
         for entry, _ in moves:
             if entry.format != self.format:
                 raise ValueError(f"an entry of {entry.format} cannot be placed where there is {self.format}")
@@ -48,12 +48,13 @@ class RequestBlocks(ABC):
     def place(
         self, moves: Sequence[tuple[ChunkKV, int]], blocks: Sequence[Sequence[int]], start: int
     ) -> torch.cuda.Event | None:
-        """Remap entries to ascending positions of a sequence, except below ``start``: those are in blocks that other
-        requests may share. When that will be over, if it happens beside the engine's stream."""
+        """Remap entries to ascending positions of a sequence. Positions below ``start`` are not written, because
+        other requests may share their blocks. Returns an event that marks the end, if the copy runs beside the
+        engine's stream."""
 
     @abstractmethod
     def compute(self, runs: Sequence[Run], ranges: Sequence[RunRange]) -> list[KV]:
-        """Compute runs, and return the KV of some ranges of them."""
+        """Compute runs, and return the KV of ``ranges`` of them."""
 
     @property
     @abstractmethod
@@ -72,7 +73,7 @@ class RequestBlocks(ABC):
         layers: Sequence[int],
         part: KVPart,
     ) -> Iterator[torch.Tensor]:
-        """K or V of entries that were put in place, ``[kv_heads, tokens, dim]``, keys turned, at one layer after the
+        """K or V of entries that were placed, ``[kv_heads, tokens, dim]``, with keys rotated, one layer after the
         other."""
 
     def fill(
@@ -82,12 +83,12 @@ class RequestBlocks(ABC):
         blocks: Sequence[Sequence[int]],
         sink: ChunkKV | None = None,
     ) -> list[KV]:
-        """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses. They
-        have room for any one of the chunks, and take as many at a time as fit.
+        """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses. The
+        blocks have room for any one of the chunks; as many chunks as fit are computed at a time.
 
-        The context is computed once, as far as it fills blocks; its rest, which shares a block with the chunk, for
-        each of them. Where ``context`` stands for a learned ``sink``, that is placed instead, and nothing of it is
-        computed."""
+        The part of the context that fills whole blocks is computed once. The rest shares a block with the chunk, so
+        it is computed for each chunk. If ``context`` stands for a learned ``sink``, the sink is placed instead, and
+        no context is computed."""
         assert VIRTUAL_POS_START == 0
         sizes = self._forward.kv.block_sizes
         shared = len(context) // lcm(*sizes) * lcm(*sizes)

@@ -1,4 +1,4 @@
-"""Entries into vLLM's blocks and out of them by means of the backend."""
+"""Copying entries into vLLM's blocks and out of them through the backend."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,30 +18,31 @@ from kvmosaic.engines.vllm.paged.layout_probe import BlockReader
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Those tokens of some entries that a layer keeps."""
+    """The tokens of some entries that a layer keeps."""
 
     tokens: torch.Tensor
-    """Which they are among the tokens of all entries, ``[kept]``."""
+    """Their indices among the tokens of all entries, ``[kept]``."""
     skipped: int
-    """Number of them, the first ones, that are not to be written."""
+    """Number of first tokens that are not written."""
     positions: torch.Tensor
-    """Where the others go, ``[kept - skipped]``."""
+    """Positions of the other tokens, ``[kept - skipped]``."""
 
     @classmethod
     def of(cls, moves: Sequence[tuple[ChunkKV, int]], counts: Sequence[int], start: int) -> "_Kept":
-        """The last ``counts`` of each entry; what would go to a position below ``start`` is not written."""
+        """The last ``counts`` tokens of each entry. Tokens at positions below ``start`` are not written."""
         tokens, positions, end = [], [], 0
         for (entry, at), count in zip(moves, counts, strict=True):
             end, last = end + len(entry.tokens), at + len(entry.tokens)
             tokens.append(torch.arange(end - count, end))
             positions.append(torch.arange(last - count, last))
         places = torch.cat(positions)
-        skipped = int((places < start).sum())  # they ascend
+        skipped = int((places < start).sum())  # positions ascend
         return cls(torch.cat(tokens), skipped, places[skipped:])
 
 
 class BackendBlocks(RequestBlocks):
-    """With torch operations, the backend's own writer, and hooks that see KV before it is packed: for any backend."""
+    """Works with any backend: uses torch operations, the backend's own writer, and hooks that see KV before it is
+    packed."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class BackendBlocks(RequestBlocks):
         layers: Sequence[int],
         part: KVPart,
     ) -> Iterator[torch.Tensor]:
-        # From the entries: only the backend knows how blocks are packed.
+        # Read from the entries, because only the backend knows how blocks are packed.
         which = 0 if part == "k" else 1
         turns = turns_for(moves, 0, [self._rotary[layer] for layer in layers])
         for layer, turn in zip(layers, turns, strict=True):

@@ -1,4 +1,4 @@
-"""Entries into vLLM's blocks and out of them by our own kernels."""
+"""Copying entries into vLLM's blocks and out of them with our own kernels."""
 
 import logging
 from collections import deque
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 def readable_caches(kv: KVLayers) -> PagedCaches | None:
-    """The caches of all layers, as our kernels read and write them; ``None`` where a backend packs or quantises its
-    cache, or without a GPU. No block is in use yet."""
+    """The caches of all layers, for our kernels; ``None`` if the backend packs or quantises its cache, or without a
+    GPU. To be called before any block is in use."""
     layers, first = [paged_cache(layer) for layer in kv.layers], kv.layers[0]
     if (
         kv.device.type != "cuda"
@@ -41,7 +41,7 @@ def readable_caches(kv: KVLayers) -> PagedCaches | None:
 
 
 class KernelBlocks(RequestBlocks):
-    """With one kernel launch for everything."""
+    """Uses our kernels: one launch for all layers and entries, or one for each group of layers from host memory."""
 
     def __init__(
         self, forward: SparseForward, caches: PagedCaches, arrivals: LayerArrivals, kv_format: KVFormat
@@ -51,7 +51,8 @@ class KernelBlocks(RequestBlocks):
         self._caches = caches
         self._arrivals = arrivals
         self._being_read: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
-        """Host memory that the GPU was told to read. Its allocator does not know, and would hand it out again."""
+        """Host memory that the GPU is reading. Its allocator does not know of these reads, and would reuse the
+        memory."""
 
     @classmethod
     def open(
@@ -62,7 +63,7 @@ class KernelBlocks(RequestBlocks):
         rotary: Sequence[LayerRotary | None],
         kv_format: KVFormat,
     ) -> "KernelBlocks | None":
-        """``None`` when keys turn in ways the kernel does not know."""
+        """``None`` if keys rotate in a way that the kernel does not support."""
         columns = {layer.columns for layer in rotary if layer}
         if len(columns) > 1 or any(column.part == "v" for column in columns):
             return None
@@ -75,7 +76,7 @@ class KernelBlocks(RequestBlocks):
     ) -> torch.cuda.Event | None:
         self.check_formats(moves)
         every = [Move(_readable(entry.data), len(entry.tokens), entry.first_position, at) for entry, at in moves]
-        # What is on the GPU already may be overwritten by what its stream does next, so it is read in that order.
+        # Entries on the GPU may be overwritten by later work of the engine's stream, so they are read on that stream.
         scatter([move for move in every if move.data.is_cuda], self._caches, blocks[0], start, self.tails)
         while self._being_read and self._being_read[0][0].query():
             self._being_read.popleft()
@@ -94,7 +95,7 @@ class KernelBlocks(RequestBlocks):
             return []
         self._arrivals.wait_for_all()
         size = self._caches.block_size
-        # The blocks of all runs in question one after the other, as if they were one sequence.
+        # The blocks of all requested runs, one after the other, as if they were one sequence.
         blocks: list[int] = []
         begins = {}
         for index in sorted({each.run for each in ranges}):
@@ -131,7 +132,7 @@ class KernelBlocks(RequestBlocks):
         return _split(move, self._caches)
 
     def _room(self, position: int, tokens: int) -> Move:
-        """Room for ``tokens`` of what stands at ``position``."""
+        """An empty buffer for ``tokens`` from ``position`` on."""
         return _empty_move(self._caches, self._forward.kv, tokens, position)
 
 
@@ -167,7 +168,7 @@ def _reads_what_the_backend_wrote(kv: KVLayers, caches: PagedCaches) -> bool:
 
 
 def _split(move: Move, caches: PagedCaches) -> KV:
-    """K and V of an entry's data that has all tokens of all layers."""
+    """K and V from the data of an entry that has all tokens of all layers."""
     layered = move.data.view(len(move.data), len(caches.layers), -1)
     split, shape = move.tokens * caches.k_dim, (*layered.shape[:2], move.tokens)
     return layered[..., :split].view(*shape, caches.k_dim), layered[..., split:].view(*shape, caches.v_dim)

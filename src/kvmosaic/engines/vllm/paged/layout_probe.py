@@ -1,4 +1,4 @@
-"""Where a backend keeps each number of a block, found out by writing and looking."""
+"""Where a backend keeps each number of a block, found by writing numbers and reading them back."""
 
 from collections.abc import Sequence
 
@@ -8,22 +8,23 @@ from kvmosaic.engines.vllm.compat.layers import paged_cache
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 
 DIGIT = 128
-"""Whole numbers below this are exact in every dtype that a cache of the model's own dtype can have."""
+"""Bound below which integers are exact in every dtype that a cache of the model's own dtype can have."""
 
 
 class BlockReader:
     """Reads K and V back from the blocks of a cache that the backend packed in an order of its own."""
 
     def __init__(self, kv: KVLayers, axis: int, order: torch.Tensor) -> None:
-        """``order``: for each number of a block, K ``[heads, block_size, k_dim]`` first, then V, its place there."""
+        """``order``: place of each number in a block; the numbers of K ``[heads, block_size, k_dim]`` come first,
+        then V."""
         self._kv = kv
         self._axis = axis
         self._order = order
 
     @classmethod
     def measure(cls, kv: KVLayers) -> "BlockReader | None":
-        """``None`` where numbers do not stand in a block as they were written: rounded, or shared between blocks.
-        No block is in use yet."""
+        """Measure the order. Returns ``None`` if blocks do not hold numbers as they were written, because numbers are
+        rounded or shared between blocks. To be called before any block is in use."""
         cache = paged_cache(kv.layers[0])
         axes = [axis for axis, size in enumerate(cache.shape) if size == kv.num_blocks]
         if len(kv.block_sizes) > 1 or not axes:
@@ -40,7 +41,7 @@ class BlockReader:
         reader = cls(kv, axes[0], order)
         if not torch.equal(found[order], place + 1):
             return None
-        # What was found in one block of one layer has to hold everywhere.
+        # The order found in one block of one layer has to hold everywhere.
         last = len(kv.layers) - 1
         numbers = torch.randn(count, device=kv.device).to(cache.dtype)
         _write(kv, last, 2, numbers)
@@ -63,14 +64,14 @@ class BlockReader:
         return torch.stack(found[0], dim=1), torch.stack(found[1], dim=1)
 
     def _block_numbers(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The numbers of these blocks in their own order, ``[blocks, numbers]``."""
+        """The numbers of these blocks, in the order in which they were written, ``[blocks, numbers]``."""
         cache = paged_cache(self._kv.layers[layer])
         wanted = torch.tensor(list(blocks), device=cache.device)
         return cache.index_select(self._axis, wanted).movedim(self._axis, 0).reshape(len(blocks), -1)[:, self._order]
 
 
 def _num_elements(kv: KVLayers) -> int:
-    """Elements of a block."""
+    """Number of elements of a block."""
     layer = kv.layers[0]
     return int(layer.num_kv_heads * kv.block_sizes[0] * (layer.head_size + layer.head_size_v))
 
