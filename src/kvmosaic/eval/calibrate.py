@@ -17,7 +17,7 @@ from kvmosaic.eval.work_file import WorkFile
 
 
 class Target(NamedTuple):
-    """How close to a full prefill is close enough."""
+    """Targets for the difference from a full prefill."""
 
     max_kl: float
     min_top1: float
