@@ -59,7 +59,7 @@ def test_a_learned_sink(calibrated, monkeypatch, tmp_path):
     save_sink(LearnedSink(k, k.clone(), torch.zeros(3, WITNESS_TOKENS, 64), about), tmp_path / "sink")
     profile = Profile(policy="composite", recompute_ratio=0.1, sink_prefix=f"learned:{tmp_path / 'sink'}")
     write_profile(profile, profile_path("smollm2-135m"))
-    told = "8 tokens, learned for smollm2-135m; held-out KL 0.125, 0.250 with the text"
+    told = "8 tokens, learned for smollm2-135m; held-out KL 0.125, 0.250 with the default text"
     assert rows_of("smollm2-135m")["learned sink"] == ("ok", f"{tmp_path / 'sink'}: {told}", "")
     monkeypatch.setenv("KVMOSAIC_SINK_PREFIX", "learned:/nowhere")
     verdict, _, advice = rows_of("smollm2-135m", status=1)["learned sink"]

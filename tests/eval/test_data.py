@@ -121,8 +121,8 @@ def test_of_many_key_value_records_some_are_taken_in_their_order(tmp_path):
         (json.dumps({**KV[0], "key": "other"}), "does not have the key with the value"),
         (json.dumps({**OWN[0], "answers": [" "]}), "answers must not be empty"),
         (json.dumps({**OWN[0], "question": ""}), "question must not be empty"),
-        (json.dumps({**OWN[0], "chunks": ["\ud800"]}), "chunks has half of a character"),
-        ("[" * 100_000, "brackets within brackets"),
+        (json.dumps({**OWN[0], "chunks": ["\ud800"]}), "chunks has an unpaired surrogate"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_files_are_refused_in_one_line(tmp_path, text, message):

@@ -82,7 +82,7 @@ def agent(documents: Sequence[list[int]], rng: random.Random) -> Iterator[Unmark
     """Endless steps of agents, one agent after the other, twenty steps each. An agent reads files, some of them
     repeatedly. When its history is too long, only a summary and the latest results are kept."""
     system = random_tokens(rng, 400)
-    # Files are longer than what a RAG chain retrieves.
+    # Files are longer than the documents that a RAG chain retrieves.
     files = [[token for part in rng.sample(documents, 3) for token in part] for _ in range(FILES)]
     while True:
         talk = _begun(system, rng)

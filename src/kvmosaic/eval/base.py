@@ -1,4 +1,4 @@
-"""What is asked, and what comes out."""
+"""Examples, cells (a policy and a ratio), and rows of results."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,10 +12,10 @@ class Example:
     chunks: tuple[str, ...]
     question: str
     answers: tuple[str, ...]
-    """Each of them is right."""
+    """Right answers; any one of them counts."""
     lead: str = ""
-    """How the answer begins. It is given to the model: one that makes whole sentences, or goes on asking, then comes
-    to the answer at once."""
+    """Beginning of the answer, which is given to the model. Models that write whole sentences, or continue with more
+    questions, then give the answer at once."""
 
 
 class Cell(NamedTuple):
@@ -26,7 +26,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a cell gave, over all examples."""
+    """Results of a cell over all examples."""
 
     policy: str
     ratio: float
@@ -35,14 +35,14 @@ class Row(NamedTuple):
     kl_mean: float
     """KL divergence from full prefill in nats: mean over each full-prefill answer's tokens, then over examples."""
     kl_p95: float
-    """95th percentile of the same over all tokens of all answers."""
+    """95th percentile of this KL divergence over all tokens of all answers."""
     top1: float
-    """Share of those tokens that would have been chosen here, too."""
+    """Share of answer tokens at which the most likely token is the same as in full prefill."""
     em: float
     f1: float
     gap_closed: float | None
     """F1 as a share of the way from no context (0) to full prefill (1); ``None`` when context does not help."""
     prefill_ms: float
-    """Until the first token is known, all chunks being cached; median over examples."""
+    """Milliseconds until the first token is known, with all chunks cached; median over examples."""
     n: int
-    """Examples."""
+    """Number of examples."""

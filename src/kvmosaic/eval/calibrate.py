@@ -1,4 +1,4 @@
-"""Choosing settings for a model: the cheapest that come close enough to a full prefill."""
+"""Chooses settings for a model: the cheapest that come close enough to a full prefill."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,20 +17,20 @@ from kvmosaic.eval.work_file import WorkFile
 
 
 class Target(NamedTuple):
-    """How close to a full prefill is close enough."""
+    """Targets for the difference from a full prefill."""
 
     max_kl: float
     min_top1: float
 
     def check(self) -> None:
-        """Refuse what no measurement can be held against."""
+        """Refuse values that cannot be targets."""
         if not 0 <= self.max_kl < math.inf:
             raise ConfigError(f"--max-kl {self.max_kl}: must be a number that is not negative")
         if not 0 <= self.min_top1 <= 1:
             raise ConfigError(f"--min-top1 {self.min_top1}: must be between 0 and 1")
 
     def missed_by(self, row: Row) -> int:
-        """How many of the two it misses."""
+        """Number of the two targets that ``row`` misses."""
         return (row.kl_mean > self.max_kl) + (row.top1 < self.min_top1)
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Target(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One choice of settings, and what it gave."""
+    """One choice of settings, and its results."""
 
     sink_prefix: str
     row: Row
@@ -55,8 +55,8 @@ class Candidate(NamedTuple):
 
 
 def candidate_cells(policies: Sequence[str], ratios: Sequence[float]) -> tuple[Cell, ...]:
-    """Nothing recomputed, and every policy at every ratio. Recomputing all is no candidate: it saves nothing; and
-    random tokens are one only if asked for."""
+    """The cells to choose from: nothing recomputed, and every policy at every ratio. Recomputing everything is no
+    candidate, because it saves nothing. Random tokens are a candidate only if asked for."""
     if ALL.ratio in ratios:
         raise ConfigError(f"--ratios {ALL.ratio:g}: recomputing everything saves nothing; choose smaller ones")
     cells = make_cells(policies, ratios)
@@ -70,8 +70,8 @@ def measure(
     folder: Path,
     progress: Callable[[int], None] = lambda example: None,
 ) -> list[Candidate]:
-    """Every cell with the sink prefix of ``llm``. Results are kept below ``folder``: what is there is not measured
-    again."""
+    """Measure every cell with the sink prefix of ``llm``. Results are kept below ``folder``; existing ones are not
+    measured again."""
     plan = make_plan(llm, examples, cells)
     with WorkFile(folder / plan.digest, plan.digest) as work:
         evaluate(llm, plan, work, progress)
@@ -80,22 +80,22 @@ def measure(
 
 
 def cheapest(candidates: Iterable[Candidate], target: Target) -> Candidate | None:
-    """Of those that meet the target, the one with the lowest charged ratio, and among equals the lowest KL.
+    """The candidate with the lowest charged ratio among those that meet the target, and among equals the lowest KL.
 
-    Charges within a percent of all tokens are equal: what a policy is charged at the same ratio differs a little
-    from prompt to prompt, and a worse choice should not win by that.
+    Charges within a percent of all tokens count as equal: at the same ratio, a policy's charge differs a little from
+    prompt to prompt, and a worse choice should not win because of that.
     """
     good = [candidate for candidate in candidates if not target.missed_by(candidate.row)]
     return min(good, key=lambda one: (round(one.row.charged_ratio, 2), one.row.kl_mean), default=None)
 
 
 def closest(candidates: Iterable[Candidate], target: Target) -> Candidate:
-    """The one that misses the fewest targets, and among equals the lowest KL."""
+    """The candidate that misses the fewest targets, and among equals the one with the lowest KL."""
     return min(candidates, key=lambda one: (target.missed_by(one.row), one.row.kl_mean))
 
 
 def advice(candidate: Candidate, target: Target) -> str:
-    """What to ask for instead, so that ``candidate`` would do."""
+    """The targets to ask for instead, which ``candidate`` would meet."""
     row, changes = candidate.row, []
     if row.kl_mean > target.max_kl:
         changes.append(f"--max-kl {math.ceil(row.kl_mean * 1e4) / 1e4:g}")
@@ -109,8 +109,8 @@ def profile_of(
 ) -> Profile:
     """The profile that makes ``chosen`` the settings of ``model``."""
     row = chosen.row
-    # Where nothing is recomputed no policy was asked. The first is named, so that a request with a ratio of its own
-    # is not served by "none", which would ignore it.
+    # At ratio 0 no policy was used. The profile names the first one, because "none" would ignore the ratio of a
+    # request that sets its own.
     policy = row.policy if row.ratio else policies[0]
     return Profile(
         model=profile_name(model),

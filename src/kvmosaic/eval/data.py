@@ -17,13 +17,14 @@ LEAD = "Answer:"
 KV_SYSTEM = "Find the value of the key in the JSON data."
 KV_QUESTION = "Repeat the record of one key."
 PASSAGES = 6
-"""Per question of SQuAD and NQ, the one with the answer included."""
+"""Number of passages per question of SQuAD and NQ, including the one with the answer."""
 KV_CHUNKS, KV_RECORDS = 5, 25
-"""Chunks of a key-value example, and most records, which are spread evenly over them: about 1,800 tokens, among
-which a model of a few hundred million parameters finds the right one at least now and then."""
+"""Number of chunks of a key-value example, and maximum number of records, which are spread evenly over the chunks.
+That is about 1,800 tokens, in which a model of a few hundred million parameters finds the right record at least now
+and then."""
 
 SYNTHETIC = {"synthetic": None, "synthetic-1": 1, "synthetic-2": 2, "synthetic-3": 3}
-"""Built-in data: the name → how many documents a question needs; ``None``: one, two and three in turn."""
+"""Built-in data: name → number of documents that a question needs; ``None``: one, two and three in turn."""
 
 
 def load(
@@ -34,8 +35,8 @@ def load(
     keep: Callable[[str], bool] = lambda text: True,
 ) -> list[Example]:
     """``limit`` examples, or all if there are fewer, of a file or of the built-in generator; ``seed`` chooses
-    them. The format is recognised from the content unless ``form`` names one of ``FORMATS``. Of a file, records count
-    only if ``keep`` says so of the text that has the answer: neither as questions nor as distractors."""
+    them. The format is recognised from the content unless ``form`` names one of ``FORMATS``. ``keep`` is asked about
+    the text with the answer of each record of a file; rejected records are neither questions nor distractors."""
     if limit < 1:
         raise ConfigError(f"--limit {limit}: must be at least 1")
     if seed < 0:
@@ -44,7 +45,7 @@ def load(
         raise ConfigError(f"--format {form}: choose one of {', '.join(FORMATS)}")
     if source in SYNTHETIC:
         if form is not None:
-            raise ConfigError(f"--format {form}: {source} is made, not read; leave --format out")
+            raise ConfigError(f"--format {form}: {source} is generated, not read from a file; leave --format out")
         return synthetic(limit, seed, SYNTHETIC[source])  # type: ignore[arg-type]  # 1, 2 or 3
     records = _records(Path(source))
     found = form or _recognise(source, records[0][1])
@@ -52,7 +53,7 @@ def load(
         records = list(_squad_questions(source, records))
     records = [(line, record) for line, record in records if keep(_answering(found, record))]
     rng = random.Random(seed)
-    # A permutation first, so that a larger limit only adds to a smaller one's examples.
+    # All records are shuffled first, so that a larger limit only adds examples to those of a smaller one.
     order = rng.sample(range(len(records)), len(records))[:limit]
     make = FORMATS[found]
     examples = []
@@ -67,17 +68,17 @@ def load(
 
 
 def _answering(form: str, record: Any) -> str:
-    """The text of a record that has its answer, or stands for it."""
+    """The text of a record that has its answer, in SQuAD and NQ; otherwise the whole record."""
     try:
         if form == "squad":
             return _text(record["context"], "context")
         return _passage(record) if form == "nq" else json.dumps(record, sort_keys=True)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError):
-        return ""  # what is wrong with it is said later
+        return ""  # the error is reported later
 
 
 def is_examples(path: Path) -> bool:
-    """Whether a file looks like one of examples, not of documents."""
+    """Whether a file seems to hold examples, not documents."""
     if path.suffix not in (".json", ".jsonl", ".gz"):
         return False
     try:
@@ -100,7 +101,7 @@ def _records(path: Path) -> list[tuple[int, Any]]:
     except ValueError:
         pass
     except RecursionError:
-        raise ConfigError(f"{path}: brackets within brackets without end; give a file of examples") from None
+        raise ConfigError(f"{path}: its JSON is nested too deeply; give a file of examples") from None
     records = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -138,8 +139,8 @@ def _text(value: Any, what: str) -> str:
         raise ValueError(f"{what} must be text")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can write half of a pair, which no tokenizer takes
-        raise ValueError(f"{what} has half of a character") from None
+    except UnicodeEncodeError:  # JSON can contain an unpaired surrogate, which no tokenizer accepts
+        raise ValueError(f"{what} has an unpaired surrogate") from None
     return value
 
 
@@ -227,7 +228,7 @@ def _kv(record: Any, others: Sequence[Any], rng: random.Random) -> Example:
     lines = ['"{}": "{}"'.format(*pairs[index]) for index in sorted([asked, *kept])]
     size = -(-len(lines) // KV_CHUNKS)
     chunks = tuple(",\n".join(lines[start : start + size]) for start in range(0, len(lines), size))
-    # Small models copy what followed a key, and do no more: with the key in the question they repeat the key.
+    # Small models only copy the text after a key. With the key in the question, they would repeat the key.
     return Example(KV_SYSTEM, chunks, KV_QUESTION, (value,), f'"{key}": "')
 
 
@@ -237,4 +238,4 @@ FORMATS: dict[str, Callable[[Any, Sequence[Any], random.Random], Example]] = {
     "nq": _nq,
     "kv": _kv,
 }
-"""Name → makes an example of a record, with distractors from the other records."""
+"""Name → function that makes an example from a record, with distractors from the other records."""

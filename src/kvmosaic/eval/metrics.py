@@ -1,4 +1,4 @@
-"""Numbers that say how good an answer is, and how sure one can be of them."""
+"""Metrics for the quality of answers, and their confidence intervals."""
 
 import re
 import string
@@ -20,7 +20,7 @@ def normalise(text: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """What counts as the answer: base models go on with a next question."""
+    """The part of a text that counts as the answer; base models continue with another question."""
     return text.strip().partition("\n")[0].strip()
 
 
@@ -49,7 +49,7 @@ def kl_per_token(reference: torch.Tensor, logits: torch.Tensor) -> list[float]:
 
 
 class Interval(NamedTuple):
-    """A mean and the bounds that hold it with 95 % confidence."""
+    """A mean and the bounds of its 95 % confidence interval."""
 
     mean: float
     low: float

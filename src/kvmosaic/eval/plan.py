@@ -1,4 +1,5 @@
-"""Everything that decides what an evaluation gives: prompts, cells, model. Made, and checked, before any work."""
+"""The plan of an evaluation: the prompts, cells and model that decide its results. Made and checked before any
+work."""
 
 import hashlib
 import json
@@ -16,11 +17,11 @@ from kvmosaic.eval.base import Cell, Example
 
 NONE, ALL, RANDOM = Cell("none", 0.0), Cell("all", 1.0), "random"
 FULL_PREFILL, NO_CONTEXT = Cell("full prefill", 1.0), Cell("no context", 0.0)
-"""What cells are held against: the two ends of the scale. They use no chunk cache."""
+"""References that cells are compared with: the two ends of the scale. They use no chunk cache."""
 
 DEFAULT_POLICIES = tuple(name for name in POLICIES if name not in (NONE.policy, ALL.policy, RANDOM))
 SHORT_ANSWER, LONG_ANSWER = 16, 64
-"""Tokens: no answer is given fewer, and none more, however many the right one needs."""
+"""Minimum and maximum tokens that an answer is given, however many the right one needs."""
 
 
 class Question(NamedTuple):
@@ -30,20 +31,20 @@ class Question(NamedTuple):
     no_context: ChunkedPrompt
     answers: tuple[str, ...]
     max_answer: int
-    """Tokens generated at most."""
+    """Maximum number of generated tokens."""
 
 
 class Plan(NamedTuple):
-    """What is measured: all cells on every question."""
+    """The questions and the cells. Every cell is measured on every question."""
 
     questions: tuple[Question, ...]
     cells: tuple[Cell, ...]
     digest: str
-    """Of everything that results depend on: model, questions, cells, and the code that computes them."""
+    """Digest of everything that results depend on: model, questions, cells, and the code that computes them."""
 
 
 def make_cells(policies: Sequence[str], ratios: Sequence[float]) -> tuple[Cell, ...]:
-    """Every policy at every ratio, beside random ones, between nothing and everything recomputed."""
+    """Every policy, and random tokens, at every ratio; before them nothing recomputed, after them everything."""
     for ratio in ratios:
         if not 0 <= ratio <= 1:
             raise ConfigError(f"--ratios {ratio:g}: must be between 0 and 1")
@@ -57,7 +58,7 @@ def make_cells(policies: Sequence[str], ratios: Sequence[float]) -> tuple[Cell, 
 
 
 def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_answer: int | None = None) -> Plan:
-    """Parse every prompt; one that the model cannot take is refused here, and so is a policy. Without ``max_answer``
+    """Parse every prompt. Prompts and policies that the model cannot handle are refused here. Without ``max_answer``,
     each answer may be as long as the right one, within ``SHORT_ANSWER`` and ``LONG_ANSWER``."""
     questions = tuple(_question(llm, index, example, max_answer) for index, example in enumerate(examples, 1))
     for cell in cells:
@@ -84,11 +85,11 @@ def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -
     asked = _chat_prompt(llm, example, example.chunks)
     prompt = llm.parser.parse_named(asked.token_ids, asked.documents, asked.question).prompt
     if max_answer is None:
-        # As the model writes it: a blank before, the end of the line behind.
+        # As the model writes it: after a space, and followed by the end of the line.
         needed = max(len(llm.parser.encode(f" {answer}.\n")) for answer in example.answers)
         max_answer = min(max(needed, SHORT_ANSWER), LONG_ANSWER)
     length = len(prompt.token_ids)
-    # Examples are drawn from a file: their number alone does not say which one it is.
+    # Examples are drawn from a file at random, so the number alone does not identify one.
     name = f"example {number} ({example.question[-60:]!r})"
     if not prompt.chunks:
         raise PromptError(f"{name}: all of its chunks are empty or too short (min_chunk_tokens); leave it out")
@@ -99,13 +100,13 @@ def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -
         )
     if not llm.chunk_cache.serves(length):
         raise PromptError(
-            f"{name}: the model's rope table is different for every prompt of {length} tokens; shorten it"
+            f"{name}: the model's rope table depends on the prompt's length at {length} tokens; shorten it"
         )
     context = llm.chunk_cache.context_of(prompt)
-    # Such a chunk is computed like ordinary text, and would count as perfect reuse.
+    # A chunk that does not fit is computed like ordinary text, and would count as perfect reuse.
     if not all(llm.chunk_cache.fits(len(span), context, length) for span in prompt.chunks):
         raise PromptError(
-            f"{name}: a chunk and what it is computed after, {len(context)} tokens, exceed the model's positions; "
+            f"{name}: a chunk and the prefix of {len(context)} tokens before it exceed the model's positions; "
             "choose a shorter sink prefix"
         )
     plain = ChunkedPrompt(tuple(_chat_prompt(llm, example, ()).token_ids), ())
@@ -113,7 +114,7 @@ def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -
 
 
 def _chat_prompt(llm: LLM, example: Example, chunks: Sequence[str]) -> ChatPrompt:
-    """The example with these chunks, up to where the model goes on."""
+    """The prompt of the example with these chunks, up to where the model continues."""
     messages = messages_about(example.system, chunks, example.question)
     return chat_prompt(llm.tokenizer, messages, chunks, lead=example.lead)
 
@@ -123,7 +124,7 @@ def _digest(value: Any) -> str:
 
 
 def _code_digest() -> str:
-    """Changes with the code that results come from, so that those of an older policy are never taken for new ones."""
+    """Digest of the code that results depend on, so that results of older code are not taken for new ones."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in _code_files())).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""A plot as SVG: lines with error bars, lines to compare with, and a grid to read values off."""
+"""Plots as SVG: lines with error bars, reference lines, and a grid."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 60, 30, 14, 46
 DODGE = 6
-"""Pixels between points of different series at the same place: error bars would hide each other."""
+"""Distance in pixels between points of different series at the same place; error bars would hide each other."""
 COLOURS = (
     "#8a8a8a",
     "#1f77b4",
@@ -21,7 +21,7 @@ COLOURS = (
     "#17becf",
     "#bcbd22",
 )
-"""Readable on white and on black."""
+"""Colours of series, readable on white and on black."""
 SHAPES = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z",
     "M-3.6,-3.6h7.2v7.2h-7.2z",
@@ -31,7 +31,7 @@ SHAPES = (
     "M-1.5,-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
     "M-4.5,-3L-3,-4.5L0,-1.5L3,-4.5L4.5,-3L1.5,0L4.5,3L3,4.5L0,1.5L-3,4.5L-4.5,3L-1.5,0z",
 )
-"""Series are told apart without colours, too. Seven of them and ten colours make seventy pairs."""
+"""Markers, by which series can be told apart without colours. Seven shapes and ten colours make seventy pairs."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --faint: #d8d8d8; --good: #1a7f37; --bad: #c62828 }
@@ -44,7 +44,7 @@ svg { width: 100%; height: auto } svg text { fill: var(--ink); font: 12px system
 .mark { stroke: var(--ink); stroke-dasharray: 5 4; opacity: .6 }
 svg .name { font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round }
 """
-"""What plots, and pages of them, look like."""
+"""CSS of plots, and of pages with plots."""
 
 
 class Point(NamedTuple):
@@ -65,7 +65,7 @@ class Series(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What an axis shows, and named values on it that points are compared with."""
+    """The name of an axis, and named reference values on it."""
 
     name: str
     marks: Sequence[tuple[str, float]] = ()
@@ -83,7 +83,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 class _Frame:
-    """Turns values into places. Axes begin at 0 unless values lie below."""
+    """Converts values to coordinates. Axes begin at 0 unless there are values below."""
 
     def __init__(self, series: Sequence[Series], x: Axis, y: Axis) -> None:
         points = [point for item in series for point in item.points]
@@ -101,14 +101,14 @@ class _Frame:
 
 
 def svg(series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """The plot, for a page. Points with the same label are one point that series share."""
+    """The plot, for a page. Points with the same label are one point, shared by several series."""
     title = f"{escape(y.name)} against {escape(x.name)}"
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">'
     return "\n".join([head, *_content(series, x, y), "</svg>"])
 
 
 def file_svg(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """The plot as a file of its own, for browsers: with a title and a legend."""
+    """The plot as a standalone file for browsers, with a title and a legend."""
     head = 46
     names = []
     for index, item in enumerate(series):
@@ -162,11 +162,11 @@ def _grid(frame: _Frame, x: Axis, y: Axis) -> Iterator[str]:
 
 
 def _marks(frame: _Frame, x: Axis, y: Axis) -> Iterator[str]:
-    """Dashed lines with their names, on top of the points: behind them they could not be read."""
+    """Dashed lines with their names, drawn over the points; behind them they could not be read."""
     for name, value in x.marks:
         at = frame.across(value)
         yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        # Beside the line, where there is more room.
+        # On the side of the line with more room.
         beside, anchor = (at - 5, "end") if at > WIDTH / 2 else (at + 5, "start")
         yield f'<text class="name" x="{beside:.1f}" y="{TOP + 10}" text-anchor="{anchor}">{escape(name)}</text>'
     for name, value in y.marks:
@@ -196,7 +196,7 @@ def _shape(index: int) -> str:
 
 
 def legend(series: Sequence[Series]) -> str:
-    """Names beside their colours and shapes."""
+    """Names of series next to their colours and shapes."""
     items = (
         f'<span style="--c:{_colour(index)}"><svg viewBox="-6 -6 12 12"><path d="{_shape(index)}"/></svg>'
         f"{escape(item.name)}</span>"

@@ -1,4 +1,4 @@
-"""An evaluation as one HTML file that needs nothing else."""
+"""An evaluation as one self-contained HTML file."""
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -64,15 +64,15 @@ at reuse without recomputing.</p>
 <tbody>
 {rows}
 </tbody></table></div>
-<p><small>“− random”: paired difference to random tokens at the same charged ratio, read off the line through all of
-random’s cells; coloured where its 95&nbsp;% interval, shown when pointed at, does not hold 0.</small></p>
+<p><small>“− random”: paired difference to random tokens at the same charged ratio, interpolated between random’s
+cells; coloured where its 95&nbsp;% interval, shown on hover, does not contain 0.</small></p>
 </body></html>
 """
 
 
 def _series(lines: Sequence[SummaryLine]) -> dict[str, list[SummaryLine]]:
-    """Lines by policy. Each begins where all policies do, with nothing recomputed. The other end, everything, says
-    nothing about a policy and would leave the interesting ratios a tenth of the width."""
+    """Lines by policy. Each begins with nothing recomputed, which is the same for all policies. Everything recomputed
+    is left out: it says nothing about a policy, and would leave a tenth of the width to the interesting ratios."""
     ends = {line.row.policy: line for line in lines if line.row[:2] in (NONE, ALL)}
     names = dict.fromkeys(line.row.policy for line in lines if line.row.policy not in ends)
     between = {name: [line for line in lines if line.row.policy == name] for name in names}

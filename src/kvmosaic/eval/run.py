@@ -1,4 +1,4 @@
-"""The evaluation itself: every cell on every question, beside a full prefill of the same tokens."""
+"""The evaluation itself: every cell on every question, compared with a full prefill of the same tokens."""
 
 import time
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from kvmosaic.eval.work_file import Score, WorkFile
 
 
 def evaluate(llm: LLM, plan: Plan, work: WorkFile, progress: Callable[[int], None] = lambda example: None) -> None:
-    """Measure what is not in ``work`` yet, example by example. ``progress`` is told when an example is complete.
+    """Measure the scores that are not in ``work`` yet, example by example. ``progress`` is called after each example.
 
-    The chunk cache is cleared for each example: its chunks are then always filled together, so that a score depends
-    on nothing but its example and cell, whatever was measured before.
+    The chunk cache is cleared for each example, so that its chunks are always filled together. A score then depends
+    only on its example and cell, not on earlier measurements.
     """
     for index, question in enumerate(plan.questions):
         cells = (FULL_PREFILL, NO_CONTEXT, *plan.cells)
@@ -61,7 +61,7 @@ class _Judge:
         agree = (logits.argmax(-1) == self._logits.argmax(-1)).tolist()
         answer = self._answer
         if not all(agree):
-            # Up to the first disagreement its own greedy answer is the teacher's.
+            # Up to the first disagreement, the greedy answer is that of the full prefill.
             kept = agree.index(False)
             answer, _ = self._generate(prompt, made, self._answer[:kept], logits[kept])
         kl = kl_per_token(self._logits, logits)
@@ -77,8 +77,8 @@ class _Judge:
     def _generate(
         self, prompt: ChunkedPrompt, made: Assembled, kept: list[int], logits: torch.Tensor
     ) -> tuple[list[int], torch.Tensor]:
-        """Greedy answer that begins with ``kept``, ``logits`` being those after it; and the logits ``[tokens,
-        vocab]`` each further token was chosen by."""
+        """The greedy answer that begins with ``kept``, after which the logits are ``logits``; and the logits
+        ``[tokens, vocab]`` by which each further token was chosen."""
         answer, seen = list(kept), []
         while True:
             seen.append(logits)
@@ -110,5 +110,5 @@ class _Judge:
         text = first_line(self._llm.tokenizer.decode(answer, skip_special_tokens=True))
         gold = self._question.answers
         em, f1 = exact_match(text, gold), word_f1(text, gold)
-        # Without chunks there is nothing to compare; the full prefill is itself.
+        # References have no KL: without chunks there is nothing to compare, and the full prefill would equal itself.
         return Score(self._index, *cell, charged_ratio, kl or [], agree or [], em, f1, prefill_ms, text)

@@ -1,4 +1,4 @@
-"""Scores of single examples → what a reader wants to know."""
+"""Summary of the scores of single examples."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ from kvmosaic.eval.plan import ALL, FULL_PREFILL, NO_CONTEXT, NONE, RANDOM
 from kvmosaic.eval.work_file import Score
 
 SMALLEST_GAP = 0.01
-"""A difference in F1 between full context and none below this is no gap to be closed."""
+"""Minimum difference in F1 between full prefill and no context that counts as a gap to be closed."""
 
 Floats = npt.NDArray[np.float64]
 
 
 class SummaryLine(NamedTuple):
-    """A row, how sure its numbers are, and how it compares to random tokens at the same charged ratio.
+    """A row, intervals of its numbers, and a comparison with random tokens at the same charged ratio.
 
-    The comparison is paired: per example, random's value at exactly the charged ratio of this cell is read off the
-    line through all of random's cells, which begins at nothing recomputed and ends at everything.
+    The comparison is paired: for each example, random's value at exactly the charged ratio of this cell is
+    interpolated linearly between random's cells, the first of which is nothing recomputed and the last everything.
     """
 
     row: Row
@@ -37,7 +37,7 @@ class SummaryLine(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """One end of the scale."""
+    """Results of one end of the scale."""
 
     em: float
     f1: float
@@ -45,7 +45,7 @@ class Reference(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """All cells, and what they are held against."""
+    """All cells, and the references that they are compared with."""
 
     lines: tuple[SummaryLine, ...]
     full_prefill: Reference
@@ -108,7 +108,8 @@ def _line(
 
 
 def _read_off(at: Floats, steps: Floats, values: Floats) -> Floats:
-    """Per example, the value at ``at [examples]`` on the line through ``steps`` and ``values [rungs, examples]``."""
+    """For each example, the value at ``at [examples]`` on the line through ``steps`` and ``values [rungs,
+    examples]``."""
     return np.array([np.interp(x, steps[:, i], values[:, i]) for i, x in enumerate(at)])
 
 

@@ -4,12 +4,13 @@ A *thing* (a ship, a bakery) has one fact told about it in its document. Another
 third who the owner's best friend is. A question with one source asks for the fact of a thing by name, with two
 sources by its owner, with three by its owner's friend.
 
-Models of a few hundred million parameters should be able to answer, so every document is about another kind of thing.
-With one source each kind has a fact of its own. With more, all things have the same one, so that the answer cannot be
-found without following the links; and documents that belong together follow each other, friend, owner, thing: in a
-random order such models do little better than guess. A document alone does not know whose fact it tells. It learns
-that from the one before it, which is what reused KV lacks and a blend restores. But what such models go by is
-nearness more than names: where the owner's document is left out, they find the fact for the friend as often.
+Models of a few hundred million parameters should be able to answer, so every thing is of a different kind. With one
+source, each kind has its own type of fact. With more, all things have the same type of fact, so that the answer
+cannot be found without following the links. Documents that belong together follow each other in the order friend,
+owner, thing; in random order, such models do little better than guess. A document alone does not say whose fact it
+tells. The document before it does; reused KV lacks this information, and a blend restores it. However, such models
+rely on nearness more than on names: if the owner's document is left out, they find the fact for the friend equally
+often.
 """
 
 import random
@@ -22,7 +23,7 @@ Sources = Literal[1, 2, 3]
 
 SYSTEM = "Read the documents and answer the question with a few words."
 DOCUMENTS = 8
-"""Per question, of 45 to 60 tokens each."""
+"""Number of documents per question, of 45 to 60 tokens each."""
 
 
 class _Chain(NamedTuple):
@@ -47,7 +48,7 @@ def synthetic(limit: int, seed: int, sources: Sources | None = None) -> list[Exa
 def _example(rng: random.Random, sources: int) -> Example:
     chains = _chains(rng, -(-DOCUMENTS // sources))
     asked = chains[0]
-    # A base model has to be led to the answer, and one that was taught to chat kept from making a sentence of it.
+    # The lead brings a base model to the answer, and keeps a chat model from writing a whole sentence.
     if sources == 1:
         facts, answers = [chain.kind.fact for chain in chains], [rng.choice(chain.kind.answers) for chain in chains]
         question, lead = (text.format(thing=asked.thing) for text in (asked.kind.question, asked.kind.fact))
@@ -59,7 +60,7 @@ def _example(rng: random.Random, sources: int) -> Example:
         question = f"What is the {trait.name} for {who}?"
         lead = f"{who[0].upper()}{who[1:]}: the {trait.name} {trait.verb}"
     told = [_documents(rng, *parts)[-sources:] for parts in zip(chains, facts, answers, strict=True)]
-    # What is too much is a link of a chain that nobody asks for.
+    # Surplus documents are removed from the last chain, which the question is not about.
     told[-1] = told[-1][sum(map(len, told)) - DOCUMENTS :]
     rng.shuffle(told)
     documents = tuple(document for chain in told for document in chain)
@@ -75,7 +76,7 @@ def _chains(rng: random.Random, count: int) -> list[_Chain]:
 
 def _documents(rng: random.Random, chain: _Chain, fact: str, answer: str) -> list[str]:
     """The documents about the owner's friend, the owner, and the thing."""
-    # On a line of its own: a model that goes on copying behind the answer then ends the line first.
+    # The fact is on its own line: a model that continues to copy after the answer then ends the line first.
     texts = (FRIEND, OWNER, f"{fact} {answer}.\n{chain.kind.rest}")
     return [
         f"{text}.".format(

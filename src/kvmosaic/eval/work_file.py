@@ -1,4 +1,4 @@
-"""Results on disk while they come in, so that an interrupted evaluation goes on where it stopped."""
+"""Results, written to disk as they come in, so that an interrupted evaluation can continue where it stopped."""
 
 import json
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from kvmosaic.eval.base import Cell
 
 
 class Score(NamedTuple):
-    """What one cell gave on one example."""
+    """Results of one cell on one example."""
 
     example: int
     policy: str
     ratio: float
     charged_ratio: float
     kl: list[float]
-    """KL to full prefill after each token of the full-prefill answer but the last; the first is after the prompt."""
+    """KL from full prefill, after the prompt and after each token of the full-prefill answer but the last."""
     agree: list[bool]
-    """Whether the most likely token is the same there."""
+    """Whether the most likely token is the same as in full prefill, at the places of ``kl``."""
     em: float
     f1: float
     prefill_ms: float
@@ -49,7 +49,7 @@ class WorkFile:
             raise
 
     def _read(self, header: dict[str, str]) -> bool:
-        """Take over what is there; whether that is anything."""
+        """Load the results in the file. Returns whether the file had any content."""
         self._file.seek(0)
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -70,7 +70,7 @@ class WorkFile:
         return bool(whole)
 
     def add(self, score: Score) -> None:
-        """On disk before this returns."""
+        """Add a score. It is on disk before this returns."""
         self._write(score._asdict())
         self._keep(score)
 

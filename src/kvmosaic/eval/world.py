@@ -13,11 +13,11 @@ class Kind(NamedTuple):
     noun: str
     names: tuple[str, ...]
     fact: str
-    """How documents state the fact, and how the question's answer begins: the answer comes right behind it."""
+    """Words with which documents state the fact, and with which the reply begins. The answer follows directly."""
     question: str
     answers: tuple[str, ...]
     rest: str
-    """What else its document says; ``{small}`` and ``{large}`` are numbers."""
+    """Rest of the document; ``{small}`` and ``{large}`` are numbers."""
 
 
 def _kind(noun: str, names: str, fact: str, question: str, answers: str, rest: str) -> Kind:
@@ -141,7 +141,7 @@ class Trait(NamedTuple):
 
     name: str
     verb: str
-    """Between the name and the answer."""
+    """Words between the name and the answer."""
     answers: tuple[str, ...]
 
 

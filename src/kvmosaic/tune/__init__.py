@@ -1,1 +1,1 @@
-"""Learns what chunks are computed after, so that reused chunks answer like a full prefill."""
+"""Learns a sink prefix for chunks, so that answers from reused chunks come closer to a full prefill."""

@@ -1,4 +1,4 @@
-"""What is learned from."""
+"""Prompts that a sink is learned from."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ class TrainingPrompt:
     tokens: tuple[int, ...]
     chunks: tuple[Span, ...]
     compared: Span
-    """Tokens after which student and teacher are compared: what each says comes next."""
+    """Tokens after which the next-token predictions of student and teacher are compared."""
     kind: str
-    """Which task it is of."""
+    """Name of its task."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A prompt as text. What follows the documents is ``question`` and, given to the model, ``answer``."""
+    """A prompt as text. ``question`` follows the documents, and then ``answer``, which is given to the model."""
 
     system: str
     documents: tuple[str, ...]

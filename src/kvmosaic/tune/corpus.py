@@ -1,4 +1,4 @@
-"""Made-up lessons of many kinds, so that a sink is not only good for one: records, logs, chats, code, languages."""
+"""Made-up lessons of many kinds, so that a sink suits more than one: records, logs, chats, code, languages."""
 
 import ast
 import importlib.util
@@ -16,7 +16,7 @@ from kvmosaic.tune.texts import CHAT, DAYS, LANGUAGES, MAX_SOURCE, MIN_SOURCE, M
 
 
 def made_up(rng: random.Random, max_words: int) -> Lesson:
-    """A lesson of a random kind, which may have too many words."""
+    """A lesson of a random kind. It may have more than ``max_words`` words."""
     return rng.choice(MAKERS)(rng)
 
 
@@ -112,7 +112,7 @@ def _functions() -> list[str]:
 
 
 def _sources(module: str) -> list[str]:
-    """Of the functions and small classes of a module; none where this Python lacks it, or its source."""
+    """Sources of the functions and small classes of a module; none if this Python lacks the module or its source."""
     try:
         spec = importlib.util.find_spec(module)
         text = "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
@@ -144,4 +144,4 @@ MAKERS: tuple[Callable[[random.Random], Lesson], ...] = (
     _code,
     _code,
 )
-"""Kinds of lessons, those that are drawn more often several times."""
+"""Makers of lessons, by kind. Kinds that are drawn more often occur several times."""

@@ -1,4 +1,4 @@
-"""Training prompts without end: lessons of all kinds, as the model reads them."""
+"""Endless training prompts: lessons of all kinds, in the model's chat format."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -12,19 +12,19 @@ from kvmosaic.tune.base import Lesson, TrainingPrompt
 from kvmosaic.tune.passages import SYSTEMS, count_words, lesson, lesson_about
 
 Maker = Callable[[random.Random, int], Lesson]
-"""Makes a lesson with documents of about so many words at most."""
+"""Makes a lesson from a random generator and the approximate maximum number of words of its documents."""
 BETWEEN = ("\n\n", "\n\n", "\n\n", "\n", "\n---\n")
 """Texts that may stand between documents."""
 LABELS = ("", "", "", "[{}] ", "Document {}: ", "Source {}:\n")
-"""Texts that may stand before them."""
+"""Texts that may stand before a document."""
 MAX_COMPARED = 192
-"""Maximum tokens at a prompt's end after which student and teacher are compared."""
+"""Maximum number of tokens at a prompt's end after which student and teacher are compared."""
 MAX_TRIES = 200
-"""Maximum lessons that are made until one of them fits."""
+"""Maximum number of lessons that are made until one of them fits."""
 
 
 def from_documents(passages: Sequence[str]) -> Maker:
-    """Lessons about some of these passages at a time: neighbours of a text, or any."""
+    """Lessons about some of these passages at a time: consecutive or random ones."""
 
     def make(rng: random.Random, max_words: int) -> Lesson:
         count = min(len(passages), rng.randint(1, 10))
@@ -51,7 +51,7 @@ def from_examples(examples: Sequence[Example]) -> Maker:
 
 
 def _fitting(documents: Sequence[str], max_words: int) -> list[str]:
-    """The first documents that have no more words together; one at least."""
+    """The first documents that together have at most ``max_words`` words, but at least one document."""
     kept, words = [documents[0]], count_words(documents[0])
     for document in documents[1:]:
         words += count_words(document)
@@ -77,18 +77,18 @@ class Lessons:
     def __getitem__(self, number: int) -> TrainingPrompt:
         rng = random.Random(f"{self._seed}/{number}")
         for _ in range(MAX_TRIES):
-            # About half as many words as tokens leave room for the questions.
+            # Documents with about half as many words as tokens leave room for the questions.
             made = rng.choice(self._makers)(rng, self._max_tokens // 2)
             prompt = self._prompt(made, rng)
             if prompt is not None:
                 return prompt
         raise ConfigError(
-            f"no lesson of {self._max_tokens} tokens has a document that is a chunk; give shorter documents, or a "
+            f"no lesson of {self._max_tokens} tokens has a chunk; give shorter documents, or a "
             "smaller min_chunk_tokens"
         )
 
     def _prompt(self, made: Lesson, rng: random.Random) -> TrainingPrompt | None:
-        """As the model reads it; ``None`` if it is too long, or has no chunk."""
+        """The lesson in the model's chat format; ``None`` if it is too long, or has no chunk."""
         between, label = rng.choice(BETWEEN), rng.choice(LABELS)
         documents = [label.format(index) + document for index, document in enumerate(made.documents, 1)]
         messages = [{"role": "user", "content": between.join([*documents, made.question])}]

@@ -1,4 +1,4 @@
-"""What a sink is learned from: the user's documents and examples, some of which are kept for the judgement."""
+"""Training data of a sink: the user's documents and examples, some of which are held out to judge it."""
 
 import random
 from collections.abc import Sequence
@@ -13,29 +13,29 @@ from kvmosaic.tune.lessons import Maker, from_documents, from_examples
 from kvmosaic.tune.passages import split_into_passages
 
 MIN_PASSAGES = 20
-"""Minimum passages of the user's documents: with fewer, held-out ones would say nothing."""
+"""Minimum number of training passages from the user's documents; with fewer, held-out ones would say nothing."""
 MIN_EXAMPLES = 4
-"""Minimum examples to learn from, and to be judged by."""
+"""Minimum number of examples to learn from, and of held-out examples."""
 HELD_OUT = 8
-"""One in so many documents is never trained on."""
+"""One in this many documents is held out and never trained on."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """Makers of lessons: those to learn from, and those to be judged by."""
+    """Makers of lessons: those to learn from, and those with held-out texts."""
 
     learned: tuple[Maker, ...]
     held_out: tuple[Maker, ...]
     digest: str
-    """Of all texts."""
+    """Digest of all texts."""
 
     @classmethod
     def of(
         cls, documents: Sequence[str], learned: Sequence[Example], judged: Sequence[Example], seed: int
     ) -> "Material":
-        """Made-up lessons, and as many about the user's ``documents`` and with the questions of ``learned``. They are
-        judged by held-out documents and by ``judged``, which share no document with ``learned``; without any, by
-        made-up ones."""
+        """Lessons to learn from are made up, about the user's ``documents``, and with the questions of ``learned``,
+        in equal shares. Held-out lessons are about held-out documents and ``judged``, which shares no document with
+        ``learned``; if there are neither, they are made up."""
         rng = random.Random(seed)
         makers: list[Maker] = [made_up]
         judges: list[Maker] = []
@@ -65,12 +65,12 @@ class Material:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a text is never trained on: by its content, so that it is on the same side in every run."""
+    """Whether a text is never trained on. Its content decides, so that it is on the same side in every run."""
     return _number(text) % HELD_OUT == 0
 
 
 def _held_out(documents: Sequence[str]) -> set[str]:
-    """Those that are never trained on: one at least."""
+    """The documents that are never trained on, at least one."""
     return {document for document in documents if is_held_out(document)} or {min(documents, key=_number)}
 
 

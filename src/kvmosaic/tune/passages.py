@@ -1,4 +1,4 @@
-"""Lessons from texts that nobody asked questions about: recall, quotation and gaps."""
+"""Lessons from texts without questions: recall, quotation and gaps."""
 
 import random
 import re
@@ -17,17 +17,17 @@ SYSTEMS = (
 )
 """System prompts of lessons."""
 MIN_WORDS, MAX_WORDS = 12, 320
-"""Words of a passage."""
+"""Minimum and approximate maximum number of words of a passage."""
 WORD = 6
-"""Characters that count as a word where there are no blanks between words."""
+"""Number of characters of a piece that stands for a word in texts without spaces between words."""
 MOST_QUESTIONS = 8
-"""Maximum questions of a lesson; all but the last come with their answers."""
+"""Maximum number of questions of a lesson; all but the last come with their answers."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 
 
 def count_words(text: str) -> int:
-    """Words of a text, or about as many where there are no blanks between them."""
+    """Number of words of a text, or an estimate if there are no spaces between words."""
     return max(len(text.split()), len(text) // (2 * WORD))
 
 
@@ -48,7 +48,7 @@ def split_into_passages(text: str, rng: random.Random) -> list[str]:
 
 
 def _limit(rng: random.Random) -> int:
-    """Many short passages, and some long ones."""
+    """Random length of a passage, in words; short ones are more frequent than long ones."""
     return int(MIN_WORDS * (MAX_WORDS / MIN_WORDS) ** rng.random())
 
 
@@ -60,14 +60,14 @@ def lesson_about(passages: Sequence[str], rng: random.Random, kind: str) -> Less
 
 
 def lesson(system: str, documents: Sequence[str], asked: Sequence[tuple[str, str]], kind: str) -> Lesson:
-    """A lesson with questions and answers, of which the last answer is the model's turn."""
+    """A lesson with questions and answers. The last answer is the model's turn."""
     *before, (question, answer) = asked
     lines = [f"{other}\nAnswer: {right}\n" for other, right in before]
     return Lesson(system, tuple(documents), "".join([*lines, question]), f"Answer: {answer}", kind)
 
 
 def _words(passage: str) -> list[str]:
-    """Words with the blanks behind them, or pieces of a text that has hardly any."""
+    """Words with the spaces after them, or pieces of a text with hardly any spaces."""
     words = re.findall(r"\S+\s*", passage)
     if len(words) >= count_words(passage):
         return words

@@ -1,4 +1,4 @@
-"""The model as its own teacher and student: a full prefill, and the same prompt put together from reused chunks.
+"""The model as its own teacher and student: a full prefill, and the same prompt assembled from reused chunks.
 
 Everything runs through the model's own forward and the engine's attention plans. The fill, the move to another
 position and the pass over reused KV are differentiated, so gradients reach the sink that chunks were filled after.
@@ -22,15 +22,15 @@ from kvmosaic.engines.hf.request_kv import CapturedKV, PositionedCache
 from kvmosaic.tune.base import TrainingPrompt
 
 PADDED = 2.0
-"""Most that the longest chunk of a forward may be of the shortest one's length."""
+"""Maximum ratio of the longest to the shortest chunk of a forward."""
 
 
 class GraftedKV(PositionedCache):
-    """The KV of a batch of prompts, in which a forward replaces what it computes anew."""
+    """The reused KV of a batch of prompts, in which a forward replaces the rows that it computes."""
 
     def __init__(self, grafts: Sequence[KV], positions: torch.Tensor) -> None:
-        """``grafts``: by layer, K ``[batch, heads, length, k_dim]`` and V ``[…, v_dim]``; ``positions``: of the rows
-        that are computed, ``[batch, rows]``."""
+        """``grafts``: by layer, K ``[batch, heads, length, k_dim]`` and V ``[…, v_dim]``; ``positions``: positions of
+        the rows that are computed, ``[batch, rows]``."""
         super().__init__()
         self._grafts = grafts
         self._positions = positions[:, None, :, None]
@@ -46,7 +46,7 @@ class GraftedKV(PositionedCache):
 
 
 class Distillation:
-    """Compares what a model says of prompts with reused chunks to what it says of them after a full prefill."""
+    """Compares a model's predictions for prompts with reused chunks to those after a full prefill."""
 
     def __init__(self, engine: HFModel) -> None:
         self._engine = engine
@@ -57,8 +57,8 @@ class Distillation:
         self, prompts: Sequence[TrainingPrompt], sink: KV, recomputed: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """KL divergence in nats from the full prefill after each compared token, ``[compared]`` for each prompt, with
-        chunks filled after ``sink``, K ``[heads, layers, tokens, k_dim]`` and V. ``recomputed``: positions in chunks
-        that are computed over everything before them, for each prompt."""
+        chunks filled after ``sink``, K ``[heads, layers, tokens, k_dim]`` and V. ``recomputed``: for each
+        prompt, positions in chunks that are recomputed with attention to everything before them."""
         with torch.no_grad():
             wanted = self._teacher(prompts).float().log_softmax(-1)
         said = self._student(prompts, sink, recomputed).float().log_softmax(-1)
@@ -75,10 +75,10 @@ class Distillation:
     def _student(
         self, prompts: Sequence[TrainingPrompt], sink: KV, recomputed: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Likewise, from reused chunks."""
+        """Logits ``[compared tokens of all prompts, vocab]``, from reused chunks."""
         length = max(len(prompt.tokens) for prompt in prompts)
         computed = [_computed(prompt, more) for prompt, more in zip(prompts, recomputed, strict=True)]
-        # Rows that only pad are written behind all prompts, where nobody looks.
+        # Padding rows are written behind all prompts, where no token attends to them.
         where = self._padded(computed, length)
         tokens = [[prompt.tokens[at] for at in places] for prompt, places in zip(prompts, computed, strict=True)]
         rows = []
@@ -90,8 +90,8 @@ class Distillation:
         return self._logits(self._padded(tokens), where.masked_fill(where == length, 0), cache, plan, rows)
 
     def _grafts(self, prompts: Sequence[TrainingPrompt], sink: KV, length: int) -> list[KV]:
-        """Reused KV of all prompts, by layer: K ``[prompts, heads, length, k_dim]`` and V. Where there is no chunk,
-        there is some other KV, which is not looked at."""
+        """Reused KV of all prompts, by layer: K ``[prompts, heads, length, k_dim]`` and V. KV outside chunks is
+        arbitrary and not used."""
         before = sink[0].shape[2]
         spans = [(row, span) for row, prompt in enumerate(prompts) for span in prompt.chunks]
         filled, begins = self._fill([prompts[row].tokens[span.start : span.end] for row, span in spans], sink)
@@ -118,8 +118,8 @@ class Distillation:
         return grafts
 
     def _fill(self, chunks: Sequence[Sequence[int]], sink: KV) -> tuple[list[KV], list[int]]:
-        """KV of chunks, each alone after the sink: by layer, K ``[heads, tokens, k_dim]`` and V; and where in them
-        each chunk begins."""
+        """KV of chunks, each alone after the sink: by layer, K ``[heads, tokens, k_dim]`` and V; and the index at
+        which each chunk begins."""
         before, dtype = sink[0].shape[2], self._engine.format.dtype
         cast = sink[0].to(dtype), sink[1].to(dtype)
         parts: list[list[KV]] = [[] for _ in range(self._engine.format.layers)]
@@ -139,7 +139,7 @@ class Distillation:
         return [(torch.cat([k for k, _ in layer], 1), torch.cat([v for _, v in layer], 1)) for layer in parts], begins
 
     def _turns(self, old: torch.Tensor, new: torch.Tensor) -> dict[Any, CosSin]:
-        """By table: how keys turn on their way, ``[prompts, 1, length, pairs]`` each."""
+        """By rotary table: the rotations from old to new positions, ``[prompts, 1, length, pairs]`` each."""
         length = int(new.max()) + 1
         turns = {}
         for table in dict.fromkeys(rotary.table for rotary in self._engine.rotary if rotary):
@@ -156,7 +156,7 @@ class Distillation:
         plan: AttentionPlan,
         rows: Sequence[range],
     ) -> torch.Tensor:
-        """Logits ``[rows of all sequences, vocab]`` of some rows of each sequence: a vocabulary is large."""
+        """Logits ``[rows of all sequences, vocab]`` of some rows of each sequence, because a vocabulary is large."""
         width = ids.shape[1]
         wanted = [index * width + row for index, each in enumerate(rows) for row in each]
         with active_plan(plan), _only(self._model, torch.tensor(wanted, device=self._device)):
@@ -170,7 +170,7 @@ class Distillation:
 
 
 def _alike(chunks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Indices of chunks of similar length together, so that little is padded."""
+    """Indices of chunks, grouped by similar length to keep padding small."""
     groups: list[list[int]] = []
     for index in sorted(range(len(chunks)), key=lambda index: len(chunks[index])):
         if groups and len(chunks[index]) <= PADDED * len(chunks[groups[-1][0]]):
@@ -188,7 +188,7 @@ def _computed(prompt: TrainingPrompt, more: Sequence[int]) -> list[int]:
 
 @contextmanager
 def _only(model: PreTrainedModel, rows: torch.Tensor) -> Iterator[None]:
-    """Have the model's last layer see these rows of a batch alone, as one sequence."""
+    """Pass only these rows of a batch to the model's output layer, as one sequence."""
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (args[0].flatten(0, 1)[rows][None], *args[1:])

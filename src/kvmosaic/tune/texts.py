@@ -1,4 +1,4 @@
-"""What made-up lessons are made of."""
+"""Raw material of made-up lessons."""
 
 MODULES = (
     *("argparse", "ast", "asyncio.queues", "base64", "bisect", "calendar", "cmd", "collections", "configparser"),
@@ -33,7 +33,7 @@ MODULES = (
     *("threading", "timeit", "tokenize", "traceback", "types", "typing", "unittest.case", "urllib.parse", "uuid"),
     *("wave", "weakref", "webbrowser", "xml.dom.minidom", "zipfile"),
 )
-"""Parts of Python's standard library whose functions are documents: every machine has them."""
+"""Modules of Python's standard library whose functions are used as documents; every machine has them."""
 
 LANGUAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "de": (
@@ -136,5 +136,5 @@ REPLIES = (
     "Great. {large} is quite a lot, by the way.",
 )
 MIN_SOURCE, MAX_SOURCE = 200, 3000
-"""Characters of a function that is a document."""
+"""Minimum and maximum number of characters of a function that is used as a document."""
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")

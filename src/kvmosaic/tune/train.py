@@ -1,4 +1,4 @@
-"""The training loop: Adam on the sink's numbers, held-out prompts, and a state that a later run goes on from."""
+"""The training loop: Adam on the sink's numbers, held-out prompts, and a state that a later run continues from."""
 
 import math
 import time
@@ -18,9 +18,9 @@ from kvmosaic.tune.lessons import Lessons
 from kvmosaic.tune.student import Distillation
 
 WARM_UP_STEPS, WARM_UP_SHARE = 20, 0.05
-"""Steps, or share of a run that has few, in which the learning rate grows to its full size."""
+"""Warm-up of the learning rate: number of steps, or share of the run, whichever ends first."""
 RECOMPUTED_RATIOS = (0.0, 0.0, 0.05, 0.15)
-"""Shares of chunk tokens that are recomputed in training, each as often as it is here: one sink serves all."""
+"""Shares of chunk tokens that are recomputed in training, step by step in turn, because one sink serves all."""
 
 
 class DivergedError(KvmosaicError):
@@ -32,68 +32,68 @@ class Recipe:
     """How a sink is learned."""
 
     steps: int = 2500
-    """Steps at most."""
+    """Maximum number of steps."""
     minutes: float = 15.0
-    """Minutes at most; the learning rate falls to 0 by the end of either."""
+    """Maximum training time in minutes. The learning rate falls to 0 by the end of the steps or of the time."""
     batch: int = 16
-    """Prompts of a step."""
+    """Number of prompts per step."""
     together: int = 16
-    """Prompts that are computed at the same time: a GPU spends its time launching kernels, so more cost little."""
+    """Number of prompts computed at the same time. A GPU spends its time launching kernels, so more cost little."""
     learning_rate: float = 0.02
-    """Of numbers in units of their own spread, which differs between layers by far."""
+    """Learning rate of the sink's numbers, in units of their own spread, which differs greatly between layers."""
     max_prompt: int = 1536
-    """Tokens of a prompt, at most."""
+    """Maximum number of tokens of a prompt."""
     judged: int = 24
-    """Held-out prompts that the sink is judged by."""
+    """Number of held-out prompts that the sink is judged by."""
     seed: int = 0
 
     @classmethod
     def for_cpu(cls, **settings: float) -> "Recipe":
-        """Fewer and shorter prompts, so that there are steps enough in a quarter of an hour."""
+        """A recipe with fewer and shorter prompts, so that there are enough steps in a quarter of an hour."""
         return cls(**{"batch": 2, "together": 1, "max_prompt": 512, "judged": 8, **settings})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is."""
+    """Progress of a run."""
 
     step: int
     share: float
-    """Of all that is to be done, 0 to 1."""
+    """Share of the run that is done, 0 to 1."""
     train_kl: float
-    """Running mean in nats, of steps that recompute nothing."""
+    """Running mean of the training KL in nats, over steps that recompute nothing."""
     held_out_kl: float | None = None
-    """Of held-out prompts, when they were last looked at."""
+    """Mean KL of held-out prompts in nats, when it was last measured."""
 
 
 class SinkTrainer:
     """Learns the numbers of a sink. The model stays as it is."""
 
     def __init__(self, engine: HFModel, sink: KV, recipe: Recipe) -> None:
-        """``sink``: what to begin with, K ``[heads, layers, tokens, k_dim]`` and V."""
+        """``sink``: the initial sink, K ``[heads, layers, tokens, k_dim]`` and V."""
         self._engine = engine
         self._distillation = Distillation(engine)
         self.recipe = recipe
         self._start = tuple(part.detach().float().clone() for part in sink)
-        # Of all tokens but the first: that one may be an outlier, thousands of times as large.
+        # The spread of all tokens but the first, which may be an outlier, thousands of times as large.
         self._units = tuple(part[:, :, 1:].std(dim=(2, 3), keepdim=True).clamp(min=1e-6) for part in self._start)
         self._offsets = [torch.zeros_like(part, requires_grad=True) for part in self._start]
         self._optimizer = torch.optim.Adam(self._offsets, lr=recipe.learning_rate, betas=(0.9, 0.98))
         self.step = 0
-        """Steps that are done."""
+        """Number of finished steps."""
         self._seconds = 0.0
         self._train_kl = math.nan
 
     @property
     def sink(self) -> KV:
-        """The numbers as they are now, fp32."""
+        """The current numbers, in fp32."""
         k, v = (
             start + unit * offset for start, unit, offset in zip(self._start, self._units, self._offsets, strict=True)
         )
         return k, v
 
     def run(self, lessons: Lessons) -> Iterator[Progress]:
-        """Train, and tell after every step how far it is: for whoever wants to look, or to save."""
+        """Train, and yield the progress after every step, so that the caller can look at it or save the state."""
         begun = time.monotonic() - self._seconds
         with _frozen(self._engine.model), ThreadPoolExecutor(1) as reader:
             coming = reader.submit(self._prompts, lessons, self.step)
@@ -106,7 +106,7 @@ class SinkTrainer:
                 yield Progress(self.step, self._share(), self._train_kl)
 
     def save(self, path: Path) -> None:
-        """Keep the state of the run."""
+        """Save the state of the run."""
         state = {
             "offsets": [offset.detach().cpu() for offset in self._offsets],
             "optimizer": self._optimizer.state_dict(),
@@ -119,7 +119,7 @@ class SinkTrainer:
         scratch.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Go on from a state that :meth:`save` kept."""
+        """Continue from a state that :meth:`save` wrote."""
         state = torch.load(path, weights_only=True, map_location=self._engine.model.device)
         with torch.no_grad():
             for offset, kept in zip(self._offsets, state["offsets"], strict=True):
@@ -169,14 +169,14 @@ def mean_kl(engine: HFModel, sink: KV, prompts: Sequence[TrainingPrompt], togeth
 
 
 def _groups(prompts: Sequence[TrainingPrompt], size: int) -> list[list[TrainingPrompt]]:
-    """Prompts of similar length together, so that little is padded."""
+    """Prompts, grouped by similar length to keep padding small."""
     ordered = sorted(prompts, key=lambda prompt: len(prompt.tokens))
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 @contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Take no gradients of a model's own parameters; afterwards they are as they were."""
+    """Disable gradients of a model's own parameters, and enable them again afterwards."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -188,6 +188,6 @@ def _frozen(model: torch.nn.Module) -> Iterator[None]:
 
 
 def chunk_starts(prompt: TrainingPrompt, ratio: float) -> list[int]:
-    """The first tokens of every chunk, equally many, up to ``ratio`` of all chunk tokens."""
+    """Positions of the first tokens of every chunk, equally many in each, up to ``ratio`` of all chunk tokens."""
     budget = int(ratio * sum(map(len, prompt.chunks)) / len(prompt.chunks))
     return [position for span in prompt.chunks for position in span.positions[:budget]]

@@ -25,18 +25,18 @@ from kvmosaic.tune.material import Material
 from kvmosaic.tune.train import DivergedError, Progress, Recipe, SinkTrainer, mean_kl
 
 DIVERGED = 3.0
-"""Held-out KL, relative to the text's, at which a run is given up."""
+"""Held-out KL at which a run is stopped, relative to that of the text sink."""
 SAVE_SECONDS = 60.0
 """Seconds between two saves of the run's state."""
 MIN_PROMPT = 256
-"""Tokens that a training prompt needs at least."""
+"""Minimum number of tokens that a training prompt needs."""
 HELD_OUT_SEED = 1_000_003
-"""Added to the seed for prompts that are never trained on."""
+"""Offset that is added to the seed for prompts that are never trained on."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a run gave."""
+    """Result of a run."""
 
     path: Path
     kl_before: float
@@ -54,8 +54,8 @@ def tune(
     output: Path,
     show: Callable[[Progress], None] = lambda progress: None,
 ) -> Tuned:
-    """Learn a sink of ``tokens`` tokens and write it to ``output``, unless it is no better than the text. A run that
-    was interrupted is continued: its state is beside ``output``. ``data``: names of what it is learned from."""
+    """Learn a sink of ``tokens`` tokens and write it to ``output``, unless it is no better than the text. An
+    interrupted run is continued from its state, which is next to ``output``. ``data``: names of the training data."""
     output.parent.mkdir(parents=True, exist_ok=True)
     text = list(llm.chunk_cache.sink)
     max_tokens = _max_tokens(llm, max(tokens, len(text)), recipe.max_prompt)
@@ -77,8 +77,8 @@ def tune(
         after = judge(sink)
         if not after < before:
             raise DivergedError(
-                f"held-out KL is {after:.4f} after tuning and {before:.4f} with the text: nothing was written; give "
-                "more or other documents, or more minutes"
+                f"held-out KL is {after:.4f} after tuning and {before:.4f} with the default text: nothing was "
+                "written; give more or other documents, or more minutes"
             )
     except DivergedError:
         state.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def _train(
     state: Path,
     show: Callable[[Progress], None],
 ) -> None:
-    """Train to the end. A run that makes things worse is given up; one that is interrupted keeps its state."""
+    """Train to the end. A run that makes things worse is stopped. An interrupted run keeps its state."""
     held_out: float | None = None
     saved = time.monotonic()
     quarter = 0
@@ -120,13 +120,13 @@ def _train(
         except KeyboardInterrupt:
             trainer.save(state)
             raise
-    trainer.save(state)  # the last look takes a while, and may be interrupted
+    trainer.save(state)  # the last evaluation takes a while, and may be interrupted
 
 
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C waits for the end of a step, because half of one could not be saved. Says whether it was pressed, which
-    only the main thread hears of."""
+    """Delay Ctrl-C to the end of a step, because half a step could not be saved. Yields a function that tells whether
+    Ctrl-C was pressed. Signals reach only the main thread; in other threads the function always returns False."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
@@ -139,7 +139,7 @@ def _interrupted_between_steps() -> Iterator[Callable[[], bool]]:
 
 
 def _rounded(sink: KV) -> KV:
-    """The numbers as a file holds them."""
+    """The numbers as a file stores them: rounded to bf16."""
     k, v = (part.detach().to(torch.bfloat16).float() for part in sink)
     return k, v
 
@@ -158,11 +158,13 @@ def _learned(llm: LLM, sink: KV, data: list[str], recipe: Recipe, before: float,
 
 
 def _max_tokens(llm: LLM, sink: int, most: int) -> int:
-    """Of a training prompt: ``most``, or what the model's positions leave behind ``sink`` tokens."""
+    """Maximum tokens of a training prompt: ``most``, or the model's positions that ``sink`` tokens leave."""
     limit = llm.max_positions or most + sink
     room = min(most, limit - sink)
     if room < MIN_PROMPT:
-        raise ConfigError(f"--tokens: {sink} of the sink leave {room} of the model's {limit} positions; choose fewer")
+        raise ConfigError(
+            f"--tokens: a sink of {sink} tokens leaves only {room} of the model's {limit} positions; choose fewer"
+        )
     if llm.engine.switches_tables or llm.engine.fingerprint(room) is None:
         # Keys that were learned with one table would be wrong with another.
         raise UnsupportedModelError("no sink can be learned: the model's rotary tables depend on a prompt's length")
@@ -180,6 +182,6 @@ def _kv(llm: LLM, tokens: list[int]) -> KV:
 
 
 def _state_file(llm: LLM, output: Path, material: Material, recipe: Recipe, tokens: int) -> Path:
-    """Named after everything that the run depends on, so that another run does not go on with it."""
+    """The state file of a run. Its name depends on everything that the run depends on, so no other run uses it."""
     about = json.dumps([__version__, llm.engine.weights, material.digest, asdict(recipe), tokens, repr(llm.config)])
     return output.with_name(f".{output.name}.{hashlib.sha256(about.encode()).hexdigest()[:12]}.state")

@@ -68,7 +68,7 @@ def learned_sink(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
         yield Row("learned sink", "fail", path, f"{error}; or choose another sink_prefix")
         return
     about = sink.about
-    kl = f"held-out KL {about.kl_after:.3f}, {about.kl_before:.3f} with the text"
+    kl = f"held-out KL {about.kl_after:.3f}, {about.kl_before:.3f} with the default text"
     yield Row("learned sink", "ok", f"{path}: {len(sink.tokens)} tokens, learned for {about.model}; {kl}")
 
 
