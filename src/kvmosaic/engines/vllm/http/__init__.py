@@ -1,1 +1,1 @@
-"""What vLLM's HTTP server is told of documents, and what its clients are told of them."""
+"""The HTTP side: names documents in requests to vLLM's server, and reports on them to clients."""

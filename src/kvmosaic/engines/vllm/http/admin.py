@@ -1,4 +1,4 @@
-"""``/kvmosaic/``: stored documents, for those who have the admin key."""
+"""``/kvmosaic/``: manages stored documents, for clients with the admin key."""
 
 import json
 import logging
@@ -18,11 +18,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 """A child of vLLM's logger, so that it inherits prefix, level and handlers."""
 
 PREFIX = "/kvmosaic/"
-"""Beginning of the paths that this application answers."""
+"""Prefix of the paths that this application answers."""
 MAX_BODY = 16 * 2**20
-"""Maximum bytes of a request's body."""
+"""Maximum size of a request's body, in bytes."""
 MAX_LISTED = 10_000
-"""Maximum entries of a list."""
+"""Maximum number of entries in a list."""
 USUALLY_LISTED = 100
 _HASH = re.compile(r"[0-9a-f]{32}")
 
@@ -31,10 +31,10 @@ class AdminApp:
     """An ASGI application for paths that begin with ``/kvmosaic/``, of a server whose ``app.state`` is vLLM's.
 
     ============================================ ==============================================
-    ``GET /kvmosaic/documents``                  what is stored, ``?limit=100``, ``?text=1``
+    ``GET /kvmosaic/documents``                  list documents, ``?limit=100``, ``?text=1``
     ``POST /kvmosaic/documents``                 ``{"text": …}``: fill a document
     ``POST /kvmosaic/documents/delete``          ``{"text": …}``: delete a document
-    ``POST /kvmosaic/documents/{hash}/pin``      keep it from being evicted; ``/unpin``: no longer
+    ``POST /kvmosaic/documents/{hash}/pin``      protect it from eviction; ``/unpin``: undo that
     ``DELETE /kvmosaic/documents/{hash}``        delete a document
     ``DELETE /kvmosaic/documents``               delete all of this model and tenant
     ============================================ ==============================================
@@ -51,7 +51,7 @@ class AdminApp:
         return None if key is None else cls(key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Nothing of it is read before its key is right."""
+        """Answer one request. Its body is not read before its key was verified."""
         request = Request(scope, receive)
         headers = {}
         if self._key.opens(request.headers.get("authorization")):
@@ -69,8 +69,8 @@ class AdminApp:
         except KvmosaicError as error:
             return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
         except Exception:
-            logger.exception("a request of the administrator failed")
-            return HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "it failed; the server's log says why"}
+            logger.exception("an administrator's request failed")
+            return HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "the request failed; the server's log says why"}
 
     async def _do(self, request: Request) -> dict[str, Any]:
         root = request.scope.get("root_path", "")
@@ -115,12 +115,12 @@ def _hash(given: str) -> str:
 
 
 async def _text(request: Request) -> str:
-    """The text that a request's body names."""
+    """The text in a request's body."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY:
-            raise RefusedError(413, f"more than {MAX_BODY} bytes")
+            raise RefusedError(413, f"the body has more than {MAX_BODY} bytes")
     try:
         sent = json.loads(body)
     except (ValueError, RecursionError):

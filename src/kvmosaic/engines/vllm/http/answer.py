@@ -1,4 +1,4 @@
-"""How a client is told what happened to its documents: by a header, or at the end of a stream."""
+"""Reports to clients about their documents: in a header, or at the end of a stream."""
 
 import json
 from collections import Counter
@@ -9,9 +9,9 @@ from kvmosaic.engines.vllm.http.asgi import Message, Send
 from kvmosaic.engines.vllm.http.report import ReportNote
 
 HEADER = b"x-kvmosaic"
-"""The header by which a request asks for a report, and that of an answer which has one."""
+"""Name of the header with which a request asks for a report, and of the header with which an answer has one."""
 MAX_HEADER_TEXT = 200
-"""Maximum characters of a text in the header."""
+"""Maximum length of a text in the header, in characters."""
 
 _EVENT = b"data: "
 _DONE = b"data: [DONE]\n\n"
@@ -41,8 +41,8 @@ class AnswerWithReport:
 
 
 def header_value(report: Mapping[str, Any]) -> bytes:
-    """The report as compact JSON that is short enough for a header: of its chunks it says how many have each status,
-    of other lists how long they are."""
+    """The report as compact JSON that is short enough for a header: chunks become counts by status, other lists
+    become their lengths."""
     return _json({name: _shortened(name, value) for name, value in report.items()})
 
 
@@ -83,7 +83,7 @@ class _StreamEnd:
 
 
 def _chunk_fields(piece: bytes) -> dict[str, Any]:
-    """What all chunks of an answer have in common."""
+    """Fields that all chunks of an answer have in common."""
     try:
         chunk = json.loads(piece.partition(b"\n")[0][len(_EVENT) :])
     except ValueError:

@@ -1,4 +1,4 @@
-"""What servers and applications tell each other (ASGI)."""
+"""Types of the interface between servers and applications (ASGI)."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any

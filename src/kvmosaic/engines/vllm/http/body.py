@@ -1,4 +1,5 @@
-"""A request's JSON: read as far as it matters, with parameters added and everything else as the client wrote it."""
+"""A request's JSON: only the needed fields are decoded, parameters are added, everything else stays as the client
+wrote it."""
 
 from collections.abc import Collection
 from typing import Any
@@ -22,7 +23,7 @@ class RequestBody:
         self._parameters = {} if bytes(given) == b"null" else _OBJECT.decode(given)
 
     def read(self, names: Collection[str]) -> dict[str, Any]:
-        """Those of its fields that are named."""
+        """Its fields that are in ``names``, decoded."""
         return {name: msgspec.json.decode(self._fields[name]) for name in names if name in self._fields}
 
     def parameter(self, name: str) -> Any:
@@ -30,15 +31,15 @@ class RequestBody:
         return msgspec.json.decode(self._parameters[name]) if name in self._parameters else None
 
     def documents(self) -> list[str] | None:
-        """The documents that the client named; ``None`` if it sent something else by that name."""
+        """The documents that the client named; ``None`` if it sent something else under that name."""
         named = self.parameter("documents")
         if named is None:
             return []
         return named if isinstance(named, list) and all(isinstance(text, str) for text in named) else None
 
     def with_parameters(self, added: dict[str, Any]) -> bytes:
-        """The same body with ``added`` among its parameters. Values that the client wrote keep their bytes. If it
-        sent no parameters, all of the body does."""
+        """The same body with ``added`` among its parameters. Values that the client wrote keep their bytes; so does
+        the whole body, if the client sent no parameters."""
         if PARAMETERS in self._fields:
             return msgspec.json.encode(self._fields | {PARAMETERS: self._parameters | added})
         start = self._sent.index(b"{") + 1

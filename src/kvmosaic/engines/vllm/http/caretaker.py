@@ -1,4 +1,4 @@
-"""Looks after the stored documents of a running engine, through the engine's client."""
+"""Manages the stored documents of a running engine, through the engine's client."""
 
 import asyncio
 import secrets
@@ -17,14 +17,14 @@ from kvmosaic.engines.vllm.compat.api_server import run_request
 from kvmosaic.engines.vllm.setup import load_tokenizer
 
 WARM_SECONDS = 120.0
-"""Time after which nobody waits any longer for a document to be filled."""
+"""Timeout for filling a document, in seconds."""
 WARM_TOKENS = 16
-"""Tokens that are decoded while a document is filled: it is filled in steps that decode."""
+"""Number of tokens to decode while a document is filled: it is filled in steps that decode."""
 SETTLE_SECONDS = 10.0
 
 
 class RefusedError(KvmosaicError):
-    """What was asked for cannot be done. ``status`` is that of HTTP."""
+    """The request cannot be carried out. ``status`` is the HTTP status."""
 
     def __init__(self, status: int, problem: str) -> None:
         super().__init__(problem)
@@ -37,11 +37,12 @@ class _Document(NamedTuple):
     digest: str
     tokens: int
     prompt: list[int]
-    """A prompt that holds it."""
+    """Tokens of a prompt that contains it."""
 
 
 class Caretaker:
-    """One engine's. ``vllm_config`` is the engine's, ``client`` the one that the HTTP server has."""
+    """Manages the documents of one engine. ``vllm_config`` is the engine's, ``client`` is the HTTP server's client of
+    it."""
 
     def __init__(self, vllm_config: Any, client: Any) -> None:
         self._model = vllm_config.model_config
@@ -55,7 +56,7 @@ class Caretaker:
         self._sink: tuple[int, ...] = ()
 
     async def listed(self, most: int, *, shows_text: bool) -> dict[str, Any]:
-        """What is stored: the newest ``most`` entries, with the bytes that they take on all ranks."""
+        """Totals of the stored entries, and the newest ``most`` of them with their bytes on all ranks."""
         ranks = await self._ask("chunk_cache_documents", most, shows_text)
         total = {name: sum(rank[name] for rank in ranks) for name in ("entries", "bytes")}
         total["entries"] //= len(ranks)
@@ -70,7 +71,7 @@ class Caretaker:
         return {**total, "documents": documents}
 
     async def warm(self, text: str) -> dict[str, Any]:
-        """Have a document filled, unless it is stored."""
+        """Fill a document, unless it is already stored."""
         document = await self.document(text)
         told = {"hash": document.digest, "tokens": document.tokens}
         if await self._holds(document):
@@ -85,7 +86,7 @@ class Caretaker:
         raise RefusedError(503, f"not filled within {WARM_SECONDS:.0f} s; the store or the engine's blocks are full")
 
     async def keep(self, digest: str, *, is_kept: bool) -> dict[str, Any]:
-        """Keep a document from being evicted, or no longer."""
+        """Protect a document from eviction, or stop protecting it."""
         await self._all_have(digest, await self._ask("chunk_cache_keep", digest, is_kept))
         return {"hash": digest, "pinned": is_kept}
 
@@ -96,32 +97,33 @@ class Caretaker:
         return {"hash": digest, "deleted": True}
 
     async def clear(self) -> dict[str, Any]:
-        """Delete all entries of the engine's model and tenant, and what vLLM's prefix cache has, unless requests
-        run."""
+        """Delete all entries of the engine's model and tenant. Also empties vLLM's prefix cache, unless requests are
+        running."""
         is_reset = bool(await self._client.reset_prefix_cache(reset_connector=True))
         await self._ask("chunk_cache_clear")
         await self._settle()
         return {"cleared": True, "prefix_cache_cleared": is_reset}
 
     async def document(self, text: str) -> _Document:
-        """A text as the chunk that requests find by it."""
+        """The chunk that requests with this text look for."""
         if self.config.chunk_context != "alone":
             raise RefusedError(409, "with chunk_context=system a document's hash depends on the system prompt")
         return await asyncio.to_thread(self._chunk_of, text)
 
     def _chunk_of(self, text: str) -> _Document:
         parser = self._read_tokenizer()
-        # Behind another word each time: what vLLM's prefix cache has, nobody fills.
+        # Behind another random word each time, because a document that vLLM's prefix cache has is not filled.
         prompt = parser.parse_named(f"{secrets.token_hex(8)}\n\n{text}\n\nb", [text]).prompt
         if not prompt.chunks:
             least = self.config.min_chunk_tokens
-            raise RefusedError(422, f"no document: fewer than {least} tokens, or role markers inside")
+            raise RefusedError(422, f"this text is no document: fewer than {least} tokens, or role markers inside")
         tokens = prompt.tokens_of(prompt.chunks[0])
         digest = content_hash(tokens, self._sink, self.config.chunk_hash_algorithm)
         return _Document(digest.hex(), len(tokens), list(prompt.token_ids))
 
     def _read_tokenizer(self) -> ChunkTokenParser:
-        """Made when it is needed first: it takes a second. Several requests may need it at once."""
+        """The parser, made on first use: loading the tokenizer takes a second. Several requests may need it at
+        once."""
         with self._lock:
             if self._parser is None:
                 self._tokenizer = load_tokenizer(self._model)
@@ -141,7 +143,7 @@ class Caretaker:
 
     async def _refuse_what_cannot_be_filled(self, document: _Document) -> None:
         if "documents" not in self.config.allowed_parameters:
-            raise RefusedError(409, "client_parameters has to allow documents, by which they are filled")
+            raise RefusedError(409, "client_parameters must allow documents; filling sends requests that name them")
         if self.config.miss_policy == "never":
             raise RefusedError(409, "with miss_policy=never nothing is stored")
         longest = self._model.max_model_len
@@ -160,8 +162,8 @@ class Caretaker:
             raise RefusedError(404, f"nothing is stored under {digest}")
 
     async def _settle(self) -> None:
-        """Have the scheduler hear of what workers no longer have: they tell it with their next step."""
-        with suppress(asyncio.TimeoutError):  # it hears of it all the same, later
+        """Run a step, with which workers tell the scheduler which entries they no longer have."""
+        with suppress(asyncio.TimeoutError):  # then a later step tells it
             await asyncio.wait_for(run_request(self._client, [0], 1), SETTLE_SECONDS)
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The middleware of vLLM's HTTP server: names documents, brings reports to clients, lets administrators in."""
+"""The middleware of vLLM's HTTP server: names documents, passes reports on to clients, lets administrators in."""
 
 import logging
 from threading import Thread
@@ -32,7 +32,7 @@ class ChunkMiddleware:
         self._has_looked = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or whatever else a server tells its application."""
+        """Serve one request, or pass on any other event of the server."""
         config = self._engine_config(scope.get("app"))  # also when the server starts
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
         if config is not None and self._admin is not None and path.startswith(PREFIX):
@@ -49,7 +49,7 @@ class ChunkMiddleware:
         await self._app(scope, NamedRequest(scope, receive, DocumentNamer(config, path, note)), send)
 
     def _engine_config(self, app: Any) -> ChunkCacheConfig | None:
-        """The engine's settings, if it has a chunk cache. They are looked for until there is an engine."""
+        """The engine's settings, if it has a chunk cache. They are looked up again until there is an engine."""
         engine = None if self._has_looked else served_engine(app)
         if engine is None:
             return self._config
@@ -58,7 +58,7 @@ class ChunkMiddleware:
             try:
                 self._config = load_config(engine.model_config.model, **engine.settings)
             except KvmosaicError as error:
-                logger.error("documents are not named, as the settings cannot be read: %s", error)
+                logger.error("requests are served without named documents, as the settings cannot be read: %s", error)
             watch_transfer_params(engine.client, report_taker)
             arguments = engine.model_config, engine.chat_template
             Thread(target=say_which_sources_work, args=arguments, daemon=True).start()

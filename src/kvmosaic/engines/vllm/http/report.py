@@ -6,14 +6,14 @@ from typing import Any
 
 
 class ReportNote:
-    """Where the report of one HTTP request is kept until its answer ends."""
+    """Holds the report of one HTTP request until its answer ends."""
 
     def __init__(self) -> None:
         self.is_asked_for = False
         self.report: Mapping[str, Any] | None = None
 
     def take(self, sent: Any) -> None:
-        """Note what the engine sent. Of an HTTP request with several prompts, the first report counts."""
+        """Keep a report that the engine sent. If an HTTP request has several prompts, the first report counts."""
         if self.report is None and isinstance(sent, Mapping):
             self.report = sent
 
@@ -22,11 +22,11 @@ _current: ContextVar[ReportNote | None] = ContextVar("kvmosaic_report", default=
 
 
 def keep_report(note: ReportNote) -> None:
-    """Make ``note`` that of the HTTP request which is served by this task and by those that it starts."""
+    """Use ``note`` for the HTTP request that this task and the tasks that it starts serve."""
     _current.set(note)
 
 
 def report_taker() -> Callable[[Any], None] | None:
-    """Whom to give the report of the current HTTP request to, if it asks for one."""
+    """The function that takes the report of the current HTTP request, if it asks for one."""
     note = _current.get()
     return note.take if note is not None and note.is_asked_for else None

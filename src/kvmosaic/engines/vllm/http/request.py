@@ -1,4 +1,4 @@
-"""A request on its way to the server: its documents are named, all else stays as the client sent it."""
+"""Names the documents of a request before the server reads it. Everything else stays as the client sent it."""
 
 import logging
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Paths of requests that generate text, and the fields of each that may hold documents."""
 MAX_BODY = 32 * 2**20
-"""Maximum bytes of a request in which documents are looked for."""
+"""Maximum size of a request that is searched for documents, in bytes."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class DocumentNamer:
     note: ReportNote
 
     def name_documents(self, sent: bytes) -> bytes:
-        """The body with the parameters that follow from it."""
+        """The body, with parameters for its documents and its report added."""
         try:
             body = RequestBody(sent)
             added = self._documents(body)
@@ -42,10 +42,10 @@ class DocumentNamer:
                 added["report"] = True
             self.note.is_asked_for |= body.parameter("report") is True
             return body.with_parameters(added) if added else sent
-        except (ValueError, RecursionError):  # the server says what is wrong, or can read it all the same
+        except (ValueError, RecursionError):  # the server reports the error, or can read the body anyway
             return sent
-        except Exception:  # whatever a client found: its request is served without
-            logger.exception("the documents of a request cannot be named")
+        except Exception:  # any other failure: the request is served without named documents
+            logger.exception("could not name the documents of a request")
             return sent
 
     def _documents(self, body: RequestBody) -> dict[str, Any]:
@@ -63,8 +63,8 @@ class DocumentNamer:
 
 
 class NamedRequest:
-    """Gives the server the changed body. The client's is read when the server asks for it and not before: of a
-    request that the server refuses by its headers nothing is read."""
+    """Gives the server the changed body. The client's body is read only when the server asks for it, so that nothing
+    is read of a request that the server refuses by its headers."""
 
     def __init__(self, scope: Scope, receive: Receive, namer: DocumentNamer) -> None:
         self._scope = scope
@@ -91,7 +91,7 @@ class NamedRequest:
         return {"type": "http.request", "body": sent, "more_body": has_more}
 
     def _set_length(self, length: int) -> None:
-        """In the scope itself, where the server looks after it has read the body."""
+        """Set the length in the scope itself, where the server looks after it has read the body."""
         self._scope["headers"] = [
             (name, b"%d" % length if name == b"content-length" else value) for name, value in self._scope["headers"]
         ]

@@ -1,4 +1,4 @@
-"""What the HTTP server's log says about its chat template when it starts."""
+"""Log line about the chat template, written when the HTTP server starts."""
 
 import logging
 from pathlib import Path
@@ -12,9 +12,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def say_which_sources_work(model_config: Any, chat_template: str | None) -> None:
-    """Log, in one line, which documents of chat requests reach the prompt. ``model_config`` is vLLM's,
-    ``chat_template`` what the server was started with: a file or a template, if anything. Loads the tokenizer, so it
-    is to be called from a thread of its own."""
+    """Log, in one line, which documents of chat requests reach the prompt. ``model_config`` is vLLM's.
+    ``chat_template`` is the file or template that the server was started with, if any. Loads the tokenizer, so call
+    it from a thread of its own."""
     try:
         tokenizer = load_tokenizer(model_config)
         if tokenizer is not None:
@@ -24,7 +24,7 @@ def say_which_sources_work(model_config: Any, chat_template: str | None) -> None
 
 
 def _template(given: str | None) -> str | None:
-    """The text of a template, as vLLM reads it: that of a file, if there is such a file."""
+    """The text of a template, as vLLM reads it: the content of the file ``given``, if there is such a file."""
     if given is None:
         return None
     try:

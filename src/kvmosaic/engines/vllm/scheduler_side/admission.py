@@ -1,4 +1,4 @@
-"""Which requests are put together from chunks, and how much of that fits into a step."""
+"""Which requests reuse chunks, and how much of that work fits into a step."""
 
 from typing import NamedTuple
 
@@ -11,31 +11,33 @@ from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
 
 TRIAL_SHARE = 0.05
-"""Share of all time that trying a refused way again may cost."""
+"""Maximum share of all time that trying a refused option again may cost."""
 FILL_SHARE = 0.5
-"""Share of the time of a full prefill step that a step may fill in the background."""
+"""Share of a full prefill step's time that a step may spend on filling in the background."""
 LEAST_FILL_SHARE = 0.125
-"""Share of a step's tokens that it may fill however long that takes, or nothing would ever be filled."""
+"""Share of a step's tokens that it may always fill, however long that takes. Otherwise nothing might ever be
+filled."""
 LOAD_SHARE = 0.5
 """Share of a full prefill step's time that a step may spend on loads, whatever vLLM computes in it."""
 LEAST_SLICE_SHARE = 0.25
-"""Share of a step's tokens that a request in slices computes, whatever else the step does."""
+"""Minimum share of a step's tokens that it computes for a request in slices, whatever else the step does."""
 LONGEST_STEP = 1.5
-"""Time that a step is planned to take at most, in full prefill steps. Predictions err, and nobody is to wait for
-two."""
+"""Maximum planned time of a step, in full prefill steps. Predictions can be wrong, and no request should wait for two
+full steps."""
 
 
 class Judge:
-    """Whether to do something that is predicted to take so long, rather than something else.
+    """Decides whether to use an option, by its predicted time and that of the alternative.
 
-    Only what is done is measured again, and a misjudgement must not last. So each refusal puts some time by, and what
-    is judged too slow is tried when there is enough to pay for it."""
+    An option is measured again only if it is used, and a misjudgement must not last. So each refusal saves up some
+    time, and an option that is judged too slow is tried when the saved time covers the loss."""
 
     def __init__(self) -> None:
         self._put_by = 0.0
 
     def is_faster(self, predicted: float, otherwise: float) -> bool:
-        """``predicted`` and ``otherwise``: seconds."""
+        """Whether to use the option. ``predicted`` is its time, ``otherwise`` that of the alternative, both in
+        seconds."""
         loss = max(0.0, predicted - otherwise)
         if loss > self._put_by:
             self._put_by += TRIAL_SHARE * otherwise
@@ -45,43 +47,43 @@ class Judge:
 
 
 class _LoadCost(NamedTuple):
-    """What loading a request takes, in tokens whose prefill takes as long."""
+    """Cost of loading a request, in tokens whose prefill takes as long."""
 
     first: int
-    """What its first step does in any case: it fills, places entries and chooses."""
+    """Work that its first step does in any case: filling, placing entries and choosing."""
     rest: int
-    """What can be left to later steps: it computes tokens."""
+    """Work that can be left to later steps: computing tokens."""
 
 
 class Admission:
-    """Predicts what reuse costs, from what ranks measured and the mirror knows, and keeps steps short."""
+    """Predicts the cost of reuse from the ranks' measurements and the mirror, and keeps steps short."""
 
     def __init__(self, config: ChunkCacheConfig, shape: EngineShape, mirror: StoreMirror) -> None:
         self._fills_first = config.miss_policy == "fill-first"
         self._shape = shape
         self._mirror = mirror
         self._costs: dict[int, dict[str, Line]] = {}
-        """What each rank measured."""
+        """Costs that each rank measured, by stage."""
         self._judge = Judge()
         self._tokens_in_step = 0
-        """What the loads of the coming step take, slices aside, in tokens whose prefill takes as long."""
+        """Cost of the coming step's loads, without slices, in tokens whose prefill takes as long."""
         self._has_slices = False
         """Whether the coming step computes a slice of a request."""
 
     def measured(self, rank: int, costs: dict[str, Line]) -> None:
-        """A rank reports what stages take."""
+        """Take the costs of stages that a rank reports."""
         self._costs[rank] = costs
 
     def tokens_to_compute(self, request: ChunkRequest, local: int) -> int:
-        """Approximate tokens that are computed to bring what follows the first ``local`` tokens."""
+        """Approximate number of tokens to compute for loading a prompt behind its first ``local`` tokens."""
         text, missing, stored = self._shares(request, local)
         context = self._shape.computed_context(len(request.context)) if missing and self._fills_first else 0
         blended = stored + (missing if self._fills_first else 0)
         return text + context + missing + int(request.ratio * blended)
 
     def choice_is_long(self, request: ChunkRequest, local: int) -> bool:
-        """Whether choosing what is recomputed takes more of a step than loads may: a policy that looks at the prompt
-        has all text and missing chunks computed before it does, in one go, and some all chunks through some
+        """Whether choosing the recomputed tokens takes more of a step than loads may. Before a policy looks at the
+        prompt, all text and missing chunks are computed in one go; for some policies, also all chunks through some
         layers."""
         return request.is_probed and self._tokens_to_choose(request, local) > LOAD_SHARE * self._shape.step_tokens
 
@@ -95,27 +97,27 @@ class Admission:
         filled = missing if self._fills_first else 0
         first = filled + (self._shape.computed_context(len(request.context)) if filled else 0)
         rest = text + missing - filled + int(request.ratio * (stored + filled))
-        if request.is_probed:  # text is computed twice: before the choice, and behind what is chosen
+        if request.is_probed:  # text is computed twice: before the choice, and behind the chosen tokens
             first += self._tokens_to_choose(request, local) - filled
         return _LoadCost(first + self._tokens_in(self._seconds_beside(request, local, stored + filled)), rest)
 
     def _seconds_beside(self, request: ChunkRequest, local: int, placed: int) -> float:
-        """What a load takes besides computing tokens, as far as that was measured."""
+        """Seconds that a load takes besides computing tokens, as far as they were measured."""
         seconds = self._seconds("remap", placed) if self._is_measured("remap") else 0.0
         if request.is_probed and self._is_measured("probe"):
             seconds += self._seconds("probe", request.prompt.question.start - local)
         return seconds
 
     def _tokens_in(self, seconds: float) -> int:
-        """Tokens whose prefill takes as long."""
+        """Number of tokens whose prefill takes as long; 0 if that was not measured."""
         if not self._is_measured("blend"):
             return 0
         full = self._seconds("blend", self._shape.step_tokens)
         return int(seconds / full * self._shape.step_tokens) if full > 0 else 0
 
     def _shares(self, request: ChunkRequest, local: int) -> tuple[int, int, int]:
-        """Of the tokens between the first ``local`` and the question: those in no chunk, in missing chunks, in stored
-        ones."""
+        """Numbers of tokens between the first ``local`` and the question: in no chunk, in missing chunks, and in
+        stored ones."""
         missing = stored = 0
         for span, digest in request.chunks_from(local):
             tokens = span.end - max(span.start, local)
@@ -126,7 +128,7 @@ class Admission:
         return request.prompt.question.start - local - missing - stored, missing, stored
 
     def is_faster(self, request: ChunkRequest, local: int) -> bool:
-        """Whether reusing what there is is predicted to be faster than a plain prefill."""
+        """Whether reusing the stored chunks is predicted to be faster than a plain prefill."""
         ahead = request.prompt.question.start - local
         computed = self.tokens_to_compute(request, local)
         if not all({"blend", "remap"} <= costs.keys() for costs in self._costs.values()):
@@ -137,8 +139,8 @@ class Admission:
         return computed < ahead and self._judge.is_faster(request.predicted, self._seconds("blend", ahead))
 
     def why_not(self, request: ChunkRequest, local: int) -> Fallback:
-        """Why a plain prefill is better than reusing what there is: nothing would be saved because chunks are not
-        stored, or reuse is slower all the same."""
+        """Why a plain prefill is better than reusing the stored chunks: either nothing would be saved because chunks
+        are not stored, or reuse is slower anyway."""
         ahead = request.prompt.question.start - local
         text, missing, stored = self._shares(request, local)
         saves_nothing = self.tokens_to_compute(request, local) >= ahead
@@ -150,39 +152,42 @@ class Admission:
         return sum(self._load_cost(request, local)) > LOAD_SHARE * self._shape.step_tokens
 
     def has_room(self, request: ChunkRequest, local: int) -> bool:
-        """Whether the coming step has room for a request beside those it has: others' decoding must not wait for many
+        """Whether the coming step has room for a further request: other requests' decoding must not wait for many
         blends at once."""
         if not self._tokens_in_step and not self._has_slices:
             return True
         room = LOAD_SHARE * self._shape.step_tokens - self._tokens_in_step
         room -= self._least_slice if self._has_slices else 0
-        # vLLM asks about all that wait in every step; what was too much stays so until the request has its turn.
+        # vLLM asks about all waiting requests in every step, so a cost that is too high for the room is not computed
+        # again.
         if request.needed is not None and request.needed[0] == local and request.needed[1] > room:
             return False
         request.needed = local, sum(self._load_cost(request, local))
         return request.needed[1] <= room
 
     def admit(self, request: ChunkRequest, local: int) -> None:
-        """The coming step loads a request, or begins to, if it is in slices."""
+        """Count a request that the coming step loads, or begins to load in slices."""
         cost = self._load_cost(request, local)
         self._tokens_in_step += cost.first if request.is_in_slices else sum(cost)
         self._has_slices |= request.is_in_slices
 
     def begin_step(self, *, has_slices: bool) -> None:
-        """The next step is planned from here on."""
+        """Begin to plan the next step."""
         self._tokens_in_step = 0
         self._has_slices = has_slices
 
     def slices_are_done(self) -> None:
-        """No request is in slices any more."""
+        """No request is loaded in slices any more."""
         self._has_slices = False
 
     def slice_tokens(self, scheduled: int) -> int:
-        """Tokens that a step computes of each request in slices, if vLLM computes ``scheduled`` in it."""
+        """Number of tokens that a step computes for each request in slices, if vLLM computes ``scheduled`` tokens in
+        it."""
         return max(self._least_slice, self._shape.step_tokens - scheduled - self._tokens_in_step)
 
     def tokens_to_fill(self, scheduled: int) -> int:
-        """Tokens that a step may compute to fill chunks in the background, if vLLM computes ``scheduled`` in it."""
+        """Number of tokens that a step may compute to fill chunks in the background, if vLLM computes ``scheduled``
+        tokens in it."""
         taken = scheduled + self._tokens_in_step + (self.slice_tokens(scheduled) if self._has_slices else 0)
         return max(0, min(int(LONGEST_STEP * self._shape.step_tokens) - taken, self.tokens_worth_filling()))
 
@@ -191,7 +196,7 @@ class Admission:
         return max(1, int(LEAST_SLICE_SHARE * self._shape.step_tokens))
 
     def tokens_worth_filling(self) -> int:
-        """Tokens that take a share of a full step's time to fill."""
+        """Number of tokens whose filling takes :data:`FILL_SHARE` of a full step's time."""
         step = self._shape.step_tokens
         if not self._is_measured("fill"):
             return max(1, int(FILL_SHARE * step))
@@ -209,5 +214,5 @@ class Admission:
         return bool(self._costs) and all(stage in costs for costs in self._costs.values())
 
     def _seconds(self, stage: str, tokens: int) -> float:
-        """What a stage takes on the slowest rank."""
+        """Predicted seconds of a stage on the slowest rank."""
         return max(costs[stage].seconds(tokens) for costs in self._costs.values())

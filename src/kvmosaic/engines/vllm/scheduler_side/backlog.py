@@ -1,4 +1,4 @@
-"""Chunks that requests lacked, waiting to be filled in the background."""
+"""Missing chunks of requests, which wait to be filled in the background."""
 
 import time
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from kvmosaic.engines.vllm.scheduler_side.fair_queue import FairQueue, WaitingCh
 from kvmosaic.engines.vllm.shape import EngineShape
 
 OVERDUE_SECONDS = 1.0
-"""Age from which on a chunk no longer waits for a step that computes no prompts."""
+"""Age, in seconds, from which on a chunk no longer waits for a step that computes no prompts."""
 MAX_LOOKS = 32
-"""Maximum chunks without enough free blocks that are passed over in a step."""
+"""Maximum number of chunks that a step passes over, for example for lack of free blocks."""
 
 
 @dataclass
@@ -21,43 +21,43 @@ class _Begun:
 
     chunk: WaitingChunk
     tokens: tuple[int, ...]
-    """Its context and itself."""
+    """Tokens of its context, followed by its own."""
     blocks: Borrowed
-    """Its own until it is done, or until vLLM may need them."""
+    """Blocks that it holds until it is done, or until vLLM may need them."""
     done: int = 0
-    """Tokens that are computed, or placed."""
+    """Number of tokens that are computed or placed."""
 
 
 class FillBacklog:
-    """Hands out a few chunks with each step that only decodes, so that no first token waits for them; when there is
-    no such step for long, with any step. A chunk that is too long for one step is filled in slices, one such chunk at
-    a time."""
+    """Hands out a few chunks with each step that only decodes, so that no first token waits for them. If there is no
+    such step for some time, it hands them out with any step. A chunk that is too long for one step is filled in
+    slices, one such chunk at a time."""
 
     def __init__(self, shape: EngineShape) -> None:
         self._shape = shape
         self._waiting_chunks = FairQueue()
         self._begun: _Begun | None = None
         self._passed_over: set[bytes] = set()
-        """Chunks for which the current step has too few free blocks: each counts once as a try."""
+        """Chunks for which the current step has too few free blocks. Each counts as one try per step."""
 
     def __len__(self) -> int:
-        """Chunks that wait or are begun."""
+        """Number of chunks that wait or are begun."""
         return len(self._waiting_chunks) + (self._begun is not None)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._waiting_chunks or (self._begun is not None and self._begun.chunk.digest == digest)
 
     def add(self, chunks: Iterable[WaitingChunk]) -> None:
-        """Note missing chunks."""
+        """Queue missing chunks."""
         self._waiting_chunks.add(chunk for chunk in chunks if chunk.digest not in self)
 
     def clear(self, pool: FreeBlocks) -> None:
-        """Forget all of them."""
+        """Forget all chunks."""
         self.let_go(pool)
         self._waiting_chunks.clear()
 
     def let_go(self, pool: FreeBlocks) -> None:
-        """Give back the blocks of a chunk that is begun; it is begun anew some time."""
+        """Give back the blocks of a chunk that is begun. It waits again, and will be filled from its start."""
         if self._begun is not None:
             pool.give_back(self._begun.blocks)
             self._waiting_chunks.put_back(self._begun.chunk)
@@ -66,13 +66,13 @@ class FillBacklog:
     def take(
         self, step: Step, pool: FreeBlocks, room: int, *, is_full: bool = False
     ) -> tuple[list[ChunkFill], FillSlice | None]:
-        """What to fill in ``step`` by computing about ``room`` tokens, in blocks of ``pool`` that are free as long as
-        it lasts: their next owner writes them in a later step. ``is_full``: the step computes much for chunks as it
-        is. Chunks of one context come together: the context's full blocks are computed and charged once for all of
-        them."""
+        """The chunks to fill in ``step`` by computing about ``room`` tokens. They are filled in free blocks of
+        ``pool``, whose next owner writes to them in a later step. ``is_full``: the step already computes much for
+        chunks. Chunks with the same context are filled together: the context's full blocks are computed and charged
+        once for all of them."""
         reserve = self._shape.blocks_for(self._shape.step_tokens) + len(step.scheduled)
         if self._begun is not None and (step.total_tokens == 0 or pool.count < reserve):
-            self.let_go(pool)  # vLLM may have no room for what it is to compute next
+            self.let_go(pool)  # vLLM may need them for what it computes next
         if room <= 0 or not self._has_time(step, is_full):
             return [], None
         self._passed_over.clear()
@@ -110,7 +110,7 @@ class FillBacklog:
             self._pass_over(chunk)
 
     def _pass_over(self, chunk: WaitingChunk) -> None:
-        """There are too few free blocks for the chunk whose turn it is."""
+        """Skip the chunk whose turn it is, because there are too few free blocks for it."""
         if chunk.digest in self._passed_over:
             self._waiting_chunks.skip()
         else:
@@ -132,7 +132,8 @@ class FillBacklog:
         )
 
     def _fill(self, pool: FreeBlocks, room: int, reserve: int, used: int) -> list[ChunkFill]:
-        """Chunks that are filled as a whole, in turns. Of the step's ``room``, so many tokens are ``used``."""
+        """Chunks to fill as a whole, in turns of their requests. ``used`` tokens of the step's ``room`` are already
+        taken."""
         groups: dict[tuple[int, ...], list[WaitingChunk]] = {}
         counts: dict[tuple[int, ...], int] = {}
         left, free, looks = room - used, pool.count, min(MAX_LOOKS, len(self._waiting_chunks))
@@ -149,7 +150,7 @@ class FillBacklog:
                 continue
             if computed > left and self._begun is None:
                 if chunk.length <= room or self._shape.blocks_for(chunk.length) + reserve <= pool.count:
-                    break  # it is its turn in the next step, too, which has room for it or begins it
+                    break  # it keeps its turn for the next step, which has room for it or begins it
                 self._pass_over(chunk)
             elif count > free:
                 self._pass_over(chunk)

@@ -1,4 +1,4 @@
-"""Block hashes that are a request's own."""
+"""Salted block hashes of requests."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvmosaic.engines.vllm.compat.scheduling import HIDDEN, block_hasher, set_bl
 
 
 class BlockSalt(NamedTuple):
-    """What is mixed into the hashes of blocks ``first .. end-1``, or of all from ``first`` on."""
+    """A salt for the hashes of blocks ``first .. end-1``, or of all from ``first`` on."""
 
     digest: bytes
     """32 bytes of a cryptographic hash."""
@@ -21,18 +21,18 @@ class BlockSalt(NamedTuple):
 
 
 def weights_salt(changes: int, digest: str) -> BlockSalt:
-    """For all blocks of requests that came after weights changed. The digest of the weights, because others see the
-    hashes in events. How often they changed, because requests that there were at a change leave KV of both in vLLM's
-    prefix cache: it must not be found when the old ones come back."""
+    """Salt for all blocks of requests that arrive after weights changed. It includes the digest of the weights,
+    because others see the hashes in events. It includes the number of changes, because requests that run during a
+    change leave KV of both weights in vLLM's prefix cache, which must not be found when the old weights come back."""
     return BlockSalt(hashlib.sha256(f"weights {changes} {digest}".encode()).digest(), 0, None, is_hidden=False)
 
 
 class BlockSalts:
-    """Gives a request hashes of its own for some of its blocks.
+    """Salts the hashes of some of a request's blocks.
 
-    KV that is not what vLLM would have computed must never be found by a request that it was not made for; the same
-    request asked again may find it. A plain hash covers all tokens up to its block, so salting each is enough and
-    costs no second hashing. Hidden ones end in a mark, by which they are kept out of vLLM's events."""
+    KV that differs from what vLLM would have computed must never be found by a request that it was not made for; a
+    repetition of the same request may find it. A plain hash covers all tokens up to its block, so salting each hash
+    is enough and costs no second hashing. Hidden hashes end in a mark, which keeps them out of vLLM's events."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -40,11 +40,11 @@ class BlockSalts:
         self.plain = list(request.block_hashes)
         """The hashes without salts."""
         self._salts: list[BlockSalt] = []
-        if self._original is not None:  # else nothing is ever hashed
+        if self._original is not None:  # otherwise nothing is ever hashed
             set_block_hasher(request, self._hash)
 
     def add(self, salts: Sequence[BlockSalt]) -> None:
-        """Salt blocks, also those not full yet. Never the same salt twice: that would undo it."""
+        """Salt blocks, including those that are not full yet. Never add the same salt twice: that would undo it."""
         self._salts += salts
         hashes = self._request.block_hashes
         if salts and hashes:
@@ -54,7 +54,7 @@ class BlockSalts:
     def _hash(self, request: Any) -> list[Any]:
         mine = request.block_hashes
         del self.plain[len(mine) :]
-        request.block_hashes = self.plain  # what the original chains its hashes to
+        request.block_hashes = self.plain  # the original chains its hashes to these
         assert self._original is not None
         new = self._original(request)
         request.block_hashes = mine
@@ -63,7 +63,7 @@ class BlockSalts:
 
 
 def _salted(hashes: list[Any], block: int, salts: Sequence[BlockSalt]) -> list[Any]:
-    """What stands in for ``hashes`` of the blocks from ``block`` on: as hard to meet by chance."""
+    """Salted ``hashes`` of the blocks from ``block`` on, for which collisions are as unlikely."""
     if not hashes:
         return []
     size = len(hashes[0])
@@ -74,5 +74,5 @@ def _salted(hashes: list[Any], block: int, salts: Sequence[BlockSalt]) -> list[A
             mixed[rows] ^= np.frombuffer(digest, np.uint8)[-size:]
             if is_hidden:
                 mixed[rows, -len(HIDDEN) :] = np.frombuffer(HIDDEN, np.uint8)
-    joined = mixed.tobytes()  # a prompt may have thousands
+    joined = mixed.tobytes()  # a prompt may have thousands of hashes
     return [joined[at : at + size] for at in range(0, len(joined), size)]

@@ -1,4 +1,4 @@
-"""Which blocks the forward of a step is going to write."""
+"""Which blocks the forward of a step will write."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -10,7 +10,7 @@ Load = TypeVar("Load", ChunkLoad, PrefixLoad)
 
 
 class BlockTables:
-    """The block tables of all running requests, followed through what the scheduler tells the workers.
+    """The block tables of all running requests, tracked from the scheduler's messages to the workers.
 
     vLLM puts a block into its prefix cache when it schedules the step that will fill it, so a request may be given
     blocks that are empty until that step's own forward. Our forwards run before it."""
@@ -20,7 +20,7 @@ class BlockTables:
         self._tables: dict[str, list[int]] = {}
 
     def follow(self, step: Step) -> None:
-        """Take in one step; every one has to pass here."""
+        """Update the tables with one step. To be called for every step."""
         for request_id in step.finished:
             self._tables.pop(request_id, None)
         for request_id in (*step.new, *step.resumed):
@@ -34,8 +34,8 @@ class BlockTables:
 
     @staticmethod
     def running_before(step: Step) -> dict[str, int]:
-        """How many tokens of each request that goes on in ``step`` earlier steps computed. Requests that begin or
-        come back may hold blocks that are only going to be written."""
+        """Number of tokens that earlier steps computed, for each request that continues in ``step``. Requests that
+        start or resume are left out: they may hold blocks that are not written yet."""
         return {
             request_id: count
             for request_id, count in step.computed.items()
@@ -51,8 +51,8 @@ class BlockTables:
         return written
 
     def start_before(self, unwritten: set[int], load: Load) -> Load:
-        """The load, starting early enough to compute blocks that vLLM's prefix cache has in name only: the forward of
-        this very step writes them, and ours runs before it."""
+        """The load, starting early enough to compute blocks that are in vLLM's prefix cache but not written yet: the
+        forward of this step writes them, and ours runs before it."""
         known = load.blocks[0][: load.start // self._block_size]
         written = next((index for index, block in enumerate(known) if block in unwritten), len(known))
         return replace(load, start=written * self._block_size)

@@ -1,4 +1,4 @@
-"""What the chunks of a request are called in the store."""
+"""Content hashes that name the chunks of a request in the store."""
 
 import hashlib
 
@@ -9,8 +9,8 @@ from kvmosaic.engines.identity import chunk_context
 
 
 class ChunkDigests:
-    """Content hashes of the spans of one prompt, each with what a chunk there is computed after: that may depend on
-    where the prompt's first chunk begins, which is ``first`` below."""
+    """Content hashes of the spans of one prompt, and the context that chunks are computed after. The context may
+    depend on ``first``, the position where the prompt's first chunk begins."""
 
     def __init__(
         self, config: ChunkCacheConfig, sink: tuple[int, ...], prompt: ChunkedPrompt, cache_salt: str | None
@@ -18,13 +18,14 @@ class ChunkDigests:
         self._config = config
         self._sink = sink
         self._prompt = prompt
-        # JSON can write half of a character.
+        # JSON can contain an unpaired surrogate.
         self._salt = None if cache_salt is None else cache_salt.encode(errors="surrogatepass")
         self._contexts: dict[int, tuple[tuple[int, ...], ContentHasher]] = {}
-        """By ``first``, of which there are few; a context may be as long as the prompt."""
+        """Contexts and their hashers by ``first``, of which there are few values; a context may be as long as the
+        prompt."""
 
     def context(self, first: int) -> tuple[int, ...]:
-        """What chunks are computed after."""
+        """Tokens that chunks are computed after."""
         return self._after(first)[0]
 
     def digest(self, span: Span, first: int) -> bytes:
@@ -32,7 +33,7 @@ class ChunkDigests:
         digest = self._after(first)[1].hash(self._prompt.token_array[span.start : span.end])
         if self._salt is None:
             return digest
-        # A client that asks to be kept apart from others in vLLM's prefix cache is kept apart here.
+        # The salt separates clients in vLLM's prefix cache, so it also does here.
         return hashlib.sha256(self._salt + digest).digest()[: len(digest)]
 
     def _after(self, first: int) -> tuple[tuple[int, ...], ContentHasher]:

@@ -1,4 +1,4 @@
-"""Missing chunks, in turns of the requests that lack them."""
+"""A queue of missing chunks, in which requests take turns."""
 
 import heapq
 import time
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MAX_WAITING_TOKENS = 2**21
-"""Maximum tokens that wait, with their contexts."""
+"""Maximum number of waiting tokens, including contexts."""
 LEAST_WEIGHT = 512
-"""Tokens that a chunk counts as at least, so that there are never more than 4,096 of them."""
+"""Minimum number of tokens that a chunk counts as, so that there are never more than 4,096 chunks."""
 MAX_TRIES = 256
-"""Maximum steps that have too few free blocks for a chunk before it is forgotten: the next request that lacks it
-brings it back."""
+"""Maximum number of steps with too few free blocks for a chunk before it is forgotten. The next request that lacks it
+queues it again."""
 
 
 @dataclass
@@ -23,14 +23,14 @@ class WaitingChunk:
     digest: bytes
     tokens: tuple[int, ...]
     context: tuple[int, ...]
-    """What it is computed after."""
+    """Tokens that it is computed after."""
     since: float = field(default_factory=lambda: time.monotonic())
     tries: int = 0
-    """Steps that passed it over."""
+    """Number of steps that passed it over."""
 
     @property
     def length(self) -> int:
-        """Tokens, with those of its context."""
+        """Number of its tokens, including its context."""
         return len(self.context) + len(self.tokens)
 
     @property
@@ -39,8 +39,9 @@ class WaitingChunk:
 
 
 class FairQueue:
-    """Chunks that wait, a queue for each request. The queues take turns, so that a request with thousands of chunks
-    keeps another's waiting for one of them. If there are too many, the longest queue loses its oldest."""
+    """Waiting chunks, in a queue for each request. The queues take turns, so that a request with thousands of chunks
+    delays a chunk of another request by only one of them. If there are too many chunks, the longest queue drops its
+    oldest."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[WaitingChunk]] = OrderedDict()
@@ -48,7 +49,7 @@ class FairQueue:
         self._weights: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Chunks that wait."""
+        """Number of waiting chunks."""
         return len(self._waiting)
 
     def __contains__(self, digest: bytes) -> bool:
@@ -56,11 +57,11 @@ class FairQueue:
 
     @property
     def oldest(self) -> float:
-        """Since when the chunk waits that came first."""
+        """Time since which the chunk that was queued first waits."""
         return next(iter(self._waiting.values())).since
 
     def add(self, chunks: Iterable[WaitingChunk]) -> None:
-        """Let chunks wait, unless they do already."""
+        """Queue chunks that do not wait already."""
         for chunk in chunks:
             if chunk.digest not in self._waiting:
                 self._queue(chunk).append(chunk)
@@ -71,24 +72,25 @@ class FairQueue:
         return next(iter(self._queues.values()))[0]
 
     def take(self) -> WaitingChunk:
-        """The same, which waits no longer; the turn is the next request's."""
+        """Remove the chunk whose turn it is from the queue, and pass the turn to the next request."""
         request_id, queue = next(iter(self._queues.items()))
         self._queues.move_to_end(request_id)
         return self._drop_first(request_id, queue)
 
     def skip(self) -> None:
-        """The turn is the next request's."""
+        """Pass the turn to the next request."""
         self._queues.move_to_end(next(iter(self._queues)))
 
     def pass_over(self) -> None:
-        """The chunk whose turn it is has to wait for all of its queue, and the turn is the next request's."""
+        """Move the chunk whose turn it is to the end of its queue, and pass the turn to the next request. After
+        :data:`MAX_TRIES`, the chunk is dropped instead."""
         chunk = self.take()
         chunk.tries += 1
         if chunk.tries < MAX_TRIES:
             self._queue(chunk).append(chunk)
 
     def put_back(self, chunk: WaitingChunk) -> None:
-        """A chunk that was taken waits again, and has the next turn."""
+        """Queue a chunk again that was taken. It has the next turn."""
         if chunk.digest not in self._waiting:
             self._queue(chunk).appendleft(chunk)
             self._queues.move_to_end(chunk.request_id, last=False)
@@ -99,7 +101,7 @@ class FairQueue:
         self._weights.clear()
 
     def _queue(self, chunk: WaitingChunk) -> deque[WaitingChunk]:
-        """Where to put a chunk, which is counted."""
+        """The queue for a chunk, which is counted as waiting."""
         self._waiting[chunk.digest] = chunk
         self._weights[chunk.request_id] = self._weights.get(chunk.request_id, 0) + chunk.weight
         return self._queues.setdefault(chunk.request_id, deque())

@@ -9,7 +9,7 @@ from kvmosaic.engines.vllm.shape import EngineShape
 
 
 class BlockLender:
-    """Lends blocks of vLLM's pool for what a request's own blocks have no room for."""
+    """Lends blocks of vLLM's pool for tokens that have no room in a request's own blocks."""
 
     def __init__(self, config: ChunkCacheConfig, shape: EngineShape, mirror: StoreMirror, pool: FreeBlocks) -> None:
         self._fills_first = config.miss_policy == "fill-first"
@@ -19,9 +19,9 @@ class BlockLender:
         self._lent: list[Borrowed] = []
 
     def lend(self, request: ChunkRequest, local: int, owned: int) -> tuple[int, ...]:
-        """Blocks behind the ``owned`` ones of a request, of which vLLM's prefix cache fills the first ``local``
-        tokens: for the part of the question that is probed, where the step does not compute all of it itself; and,
-        behind its context, for the longest chunk that is filled first."""
+        """Lend blocks to a request that has ``owned`` blocks, of which vLLM's prefix cache fills the first ``local``
+        tokens. They are for the probed part of the question, if the step itself does not compute all of it, and for
+        the longest chunk that is filled first, with its context."""
         probed = filled = 0
         if request.is_probed:
             question = request.prompt.question
@@ -42,7 +42,7 @@ class BlockLender:
         return self._lent[-1].ids
 
     def take_back(self) -> None:
-        """The step is planned: the next owner of these blocks writes them in a later one."""
+        """Take back all lent blocks once the step is planned: their next owner writes to them in a later step."""
         for borrowed in self._lent:
             self._pool.give_back(borrowed)
         self._lent.clear()

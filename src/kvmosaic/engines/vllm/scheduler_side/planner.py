@@ -1,4 +1,4 @@
-"""Reads requests: which have chunks, and what is to be done with them."""
+"""Reads requests: finds their chunks, and decides what to do with them."""
 
 import logging
 from collections.abc import Iterator
@@ -22,23 +22,23 @@ from kvmosaic.engines.vllm.support import looks_inside, policy_served
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 100
-"""Maximum unknown parameters that the log names."""
+"""Maximum number of unknown parameters that are named in the log."""
 _NOT_SERVED = "request %s is served without the chunk cache: %s"
 
 
 class Plan(NamedTuple):
-    """What becomes of a request."""
+    """The outcome of planning a request."""
 
     outcome: ChunkRequest | Fallback | None
     """The request with its chunks, the reason why it is served plainly, or ``None`` when it has no chunks."""
     absent: tuple[int, ...] = ()
-    """Which of the documents that it names occur nowhere in its prompt, as indices."""
+    """Indices of its named documents that do not occur in its prompt."""
     to_fill: tuple[WaitingChunk, ...] = ()
-    """Texts that others will find as one chunk each. It can do without them."""
+    """Texts to fill as one chunk each, for later requests. This request does not need them."""
 
 
 class Planner:
-    """Makes a :class:`ChunkRequest` of a vLLM request, or says why not."""
+    """Turns a vLLM request into a :class:`ChunkRequest`, or says why not."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Planner:
         mirror: StoreMirror,
         discovery: Discovery | None = None,
     ) -> None:
-        """``discovery``: finds chunks that nobody named, if that is wanted."""
+        """``discovery``: finds chunks that requests do not name; ``None`` if that is off."""
         self._discovery = discovery
         self._mirror = mirror
         self._config = config
@@ -57,14 +57,14 @@ class Planner:
         self._sink = sink
         self._shape = shape
         self._named: set[str] = set()
-        """Unknown parameters that the log has named."""
+        """Unknown parameters that were named in the log."""
 
     def plan(self, request: Any, params: RequestParameters) -> Plan:
-        """What becomes of a request that has these parameters."""
+        """Plan a request with these parameters."""
         if not self._named.issuperset(params.unknown) and len(self._named) < MAX_NAMED:
             self._named.update(params.unknown)
             known = ", ".join(CLIENT_PARAMETERS)
-            logger.warning("kv_transfer_params: %s: not known; there are: %s", ", ".join(params.unknown), known)
+            logger.warning("kv_transfer_params: unknown: %s; known: %s", ", ".join(params.unknown), known)
         if params.refused is not None:
             logger.warning(_NOT_SERVED, shown_id(request.request_id), params.problem)
             return Plan(params.refused)
@@ -74,7 +74,7 @@ class Planner:
             return self._plan(request, params)
         except KvmosaicError as error:
             logger.warning(_NOT_SERVED, shown_id(request.request_id), error)
-        except Exception:  # whatever a client found: it is the only one to notice
+        except Exception:  # a failure must affect only the client that caused it
             logger.exception(_NOT_SERVED, shown_id(request.request_id), "it cannot be read")
         return Plan(Fallback.BAD_PARAMETERS)
 
@@ -113,7 +113,7 @@ class Planner:
     def _with_runs(
         self, prompt: ChunkedPrompt, discovery: Discovery, salt: str | None
     ) -> tuple[ChunkedPrompt, tuple[Span, ...]]:
-        """The prompt, with text that came back as further chunks, and longer texts that should be stored."""
+        """The prompt with recurring texts as further chunks, and longer texts that should be stored."""
         digests = ChunkDigests(self._config, self._sink, prompt, salt)
 
         def is_stored(span: Span, first: int) -> bool:
@@ -127,9 +127,9 @@ class Planner:
     def _to_fill(
         self, request: ChunkRequest, spans: tuple[Span, ...], digests: ChunkDigests
     ) -> Iterator[WaitingChunk]:
-        """Those of ``spans`` that can be filled."""
+        """The chunks of ``spans`` that can be filled."""
         for span in spans:
-            # One that begins before the first chunk is the first one itself when it is used.
+            # A span that begins before the first chunk becomes the first chunk when it is used.
             first = min(span.start, request.prompt.chunks[0].start)
             context = digests.context(first)
             if len(span) + len(context) <= self._shape.max_positions:
@@ -138,7 +138,7 @@ class Planner:
 
 
 def _cannot_be_reused(request: Any) -> Fallback | None:
-    """Why the KV of a request's chunks cannot be taken from the store."""
+    """Why the KV of a request's chunks cannot be taken from the store; ``None`` if it can."""
     if request.lora_request is not None:
         return Fallback.LORA
     if request.prompt_embeds is not None:

@@ -1,8 +1,8 @@
-"""Scheduler side of exact prefix blocks: which segments of plain requests to load from the store, which to save to
-it.
+"""Scheduler side of exact prefix blocks: which segments of plain requests to load from the store, and which to save
+to it.
 
-A segment is an entry like a chunk's, with the whole prompt before it as its context: KV that vLLM itself computed,
-kept where it was. Requests with blended chunks have none of their own; their KV is an approximation."""
+A segment is an entry like a chunk's. Its context is the whole prompt before it. Its KV was computed by vLLM itself,
+and keeps its position. Requests with blended chunks have no segments, because their KV is an approximation."""
 
 import hashlib
 import time
@@ -23,7 +23,7 @@ from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
 
 REMEMBERED = 65536
-"""Maximum segments that are known to stand in vLLM's blocks with something left out."""
+"""Maximum number of segments that are remembered as incomplete in vLLM's blocks."""
 
 
 @dataclass
@@ -32,26 +32,26 @@ class _Exact:
 
     request: Any
     digests: list[bytes] = field(default_factory=list)
-    """Content hash of each segment until now."""
+    """Content hashes of its segments, as far as they were computed."""
     saved: int = 0
-    """Segments that are in the store or on their way there."""
+    """Number of segments that are in the store or on their way there."""
     end: int = 0
-    """Where what the store has of it ends, as vLLM was told last."""
+    """Position up to which the worker loads its tokens, as vLLM was told last."""
     waiting_for: set[int] | None = None
-    """Ranks that have yet to fetch; ``None`` before anybody was asked to."""
+    """Ranks that have yet to fetch its segments; ``None`` before any was asked to."""
     deadline: float = 0.0
     """When to stop waiting; 0 before it waits."""
     is_stale: bool = False
-    """Whether weights changed since it came: what it computed must not be saved."""
+    """Whether weights changed since it arrived, so that its KV must not be saved."""
     salts: BlockSalts | None = None
     cut_from: dict[int, int] = field(default_factory=dict)
-    """By segment: the token from whose block on its blocks, where vLLM's prefix cache has them, lack what tokens
-    inside the segment see in layers with a sliding window."""
+    """By segment: the token from whose block on the segment's blocks in vLLM's prefix cache are incomplete. They lack
+    KV that tokens inside the segment see in layers with a sliding window."""
 
 
 class PrefixScheduler:
-    """Plans loads and saves of exact prefix blocks. Without ``prefix_blocks`` it takes in no request, and has nothing
-    to do."""
+    """Plans loads and saves of exact prefix blocks. Without ``prefix_blocks`` it accepts no requests, and does
+    nothing."""
 
     def __init__(self, config: ChunkCacheConfig, mirror: StoreMirror, shape: EngineShape, patience: float) -> None:
         """``patience``: seconds that a request waits for slower tiers."""
@@ -63,13 +63,13 @@ class PrefixScheduler:
         self._is_pool_shared = config.remote is not None
         self._segment = shape.segment_tokens
         self._cut: OrderedDict[bytes, None] = OrderedDict()
-        """Segments that were brought to vLLM's blocks without the beginning of their sliding windows' layers."""
+        """Segments that were loaded into vLLM's blocks without their first tokens in layers with a sliding window."""
         self._requests: dict[str, _Exact] = {}
         self._finished: list[PrefixSave] = []
         self._events: PrefixEvents | None = None
 
     def announce(self, groups: Sequence[EventGroup]) -> None:
-        """Have events made of what is stored from now on."""
+        """Make events for segments that are stored from now on."""
         self._events = PrefixEvents(self._mirror.has, self._shape, groups)
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -82,14 +82,14 @@ class PrefixScheduler:
             self._events.update(digests)
 
     def turn_off(self) -> None:
-        """Nothing may be loaded or saved any more."""
+        """Stop loading and saving."""
         self._is_on = False
         self._requests.clear()
         self._finished.clear()
 
     def add(self, request: Any) -> None:
-        """A request whose KV will be exact. One with an adapter, embeddings, images or a salt has prompts that its
-        token ids do not tell apart."""
+        """Add a request, if its KV will be exact. Requests with an adapter, embeddings, images or a salt are left
+        out, because their token ids do not identify their prompts."""
         plain = not (request.lora_request or request.prompt_embeds is not None or request.mm_features)
         if (
             self._is_on
@@ -105,14 +105,14 @@ class PrefixScheduler:
                     self._salt(exact, index, index * self._segment)
 
     def matched(self, request: Any, local: int, work: StepWork) -> int | None:
-        """Tokens after the first ``local`` that the store has; ``None`` while they are on their way from slower
-        tiers."""
+        """Number of tokens after the first ``local`` that the store has; ``None`` while they are being fetched from
+        slower tiers."""
         exact = self._requests.get(request.request_id)
         if exact is None or request.skip_reading_prefix_cache:
             return 0
         exact.deadline = exact.deadline or time.monotonic() + self._patience
         if exact.waiting_for is None and self._mirror.is_complete:
-            # Other engines may have stored in the meantime what this one never heard of.
+            # Other engines may have stored segments in the meantime that this one does not know of.
             is_shared = self._is_pool_shared and self._mirror.may_lag_behind_others
             end = request.num_tokens - 1 if is_shared else self._stored_until(exact, local)
             digests = [self._digest(exact, index) for index in range(local // self._segment, end // self._segment)]
@@ -122,7 +122,7 @@ class PrefixScheduler:
                 pairs = tuple((digest, self._segment) for digest in slow)
                 work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=pairs))
         index = local // self._segment
-        # Then vLLM cannot go on from here by itself; what the store lacks of the segment, the worker computes.
+        # In that case vLLM alone cannot continue from here. The worker computes the segment if the store lacks it.
         exact.end = (index + 1) * self._segment if self.begins_inside(request, local) else local
         if exact.waiting_for is None or exact.waiting_for:
             if time.monotonic() < exact.deadline:
@@ -135,17 +135,17 @@ class PrefixScheduler:
         return exact.end - local
 
     def begins_inside(self, request: Any, local: int) -> bool:
-        """Whether the first ``local`` tokens of a request end where layers with a sliding window lack what comes
-        before."""
+        """Whether the first ``local`` tokens of a request end where layers with a sliding window lack KV of earlier
+        tokens."""
         exact = self._requests.get(request.request_id)
         return exact is not None and local > exact.cut_from.get(local // self._segment, local)
 
     def forget(self, request_id: str) -> None:
-        """A request is none of ours any more."""
+        """Stop following a request."""
         self._requests.pop(request_id, None)
 
     def allocated(self, request: Any, blocks: Any, num_external: int, work: StepWork) -> None:
-        """The request got its blocks: have loaded in the coming step what vLLM was told there is."""
+        """The request got its blocks. The coming step loads the tokens that vLLM was told of."""
         exact = self._requests.get(request.request_id)
         if exact is None:
             return
@@ -167,10 +167,10 @@ class PrefixScheduler:
                 self._expect(exact, index)
         elif exact.waiting_for is not None:
             work.released.append(request.request_id)
-        exact.waiting_for, exact.deadline = None, 0.0  # if it is preempted and comes back, it asks anew
+        exact.waiting_for, exact.deadline = None, 0.0  # if it is preempted and resumes, it asks again
 
     def due(self, step: Step, tables: BlockTables) -> list[PrefixSave]:
-        """What requests computed in earlier steps, and nobody stored yet."""
+        """Segments to save that requests computed in earlier steps and that are not stored yet."""
         saves, self._finished = self._finished, []
         if not self._requests:
             return saves
@@ -181,14 +181,14 @@ class PrefixScheduler:
         return saves
 
     def fetched(self, rank: int, request_id: str) -> None:
-        """A rank has brought what a request waits for, or could not."""
+        """A rank has fetched the segments that a request waits for, or failed to."""
         exact = self._requests.get(request_id)
         if exact is not None and exact.waiting_for:
             exact.waiting_for.discard(rank)
 
     def finished(self, request: Any, tables: BlockTables, work: StepWork) -> None:
-        """The request is over. Its blocks are free, but nobody writes to them before the next step, which saves them
-        first."""
+        """The request finished. Its blocks are free, but nothing is written to them before the next step, which saves
+        them first."""
         exact = self._requests.pop(request.request_id, None)
         if exact is None:
             return
@@ -197,7 +197,7 @@ class PrefixScheduler:
         self._finished += self._complete(exact, request.num_computed_tokens, tables.blocks(request.request_id))
 
     def clear(self) -> None:
-        """The workers forget everything; what runs is saved anew."""
+        """The workers forget everything. Segments of running requests are saved again."""
         self._finished.clear()
         if self._events is not None:
             self._events.clear()
@@ -205,7 +205,7 @@ class PrefixScheduler:
             exact.saved = 0
 
     def change_weights(self) -> None:
-        """What is stored is of no use with the weights that there are now, and what runs is not worth saving."""
+        """Stored segments are useless with the new weights, and KV of running requests must not be saved."""
         self._finished.clear()
         if self._events is not None:
             self._events.clear()
@@ -213,14 +213,15 @@ class PrefixScheduler:
             exact.is_stale = True
 
     def _stored_until(self, exact: _Exact, local: int) -> int:
-        """How far the store has the request's tokens without a gap, leaving at least one to compute."""
+        """Position up to which the store has the request's tokens without a gap, leaving at least one token to
+        compute."""
         index = local // self._segment
         while (index + 1) * self._segment < exact.request.num_tokens and self._mirror.has(self._digest(exact, index)):
             index += 1
         return index * self._segment
 
     def _complete(self, exact: _Exact, computed: int, blocks: Sequence[int]) -> list[PrefixSave]:
-        """What is to be saved of the first ``computed`` tokens, in one message for all segments."""
+        """Segments to save of the first ``computed`` tokens, in one message for all segments."""
         if exact.is_stale or self._mirror.off_reason is not None:
             return []
         tokens = exact.request.all_token_ids
@@ -248,8 +249,9 @@ class PrefixScheduler:
             self._events.expect(exact.digests[index], index * self._segment, request.all_token_ids, hashes)
 
     def _digest(self, exact: _Exact, index: int) -> bytes:
-        """Content hash of a segment, chained to the one before it: to hash all that precedes each segment of a long
-        prompt would keep the scheduler busy for seconds. What is found by it is still compared token by token."""
+        """Content hash of a segment, chained to the hash of the segment before it. Hashing the whole prompt before
+        each segment would keep the scheduler busy for seconds with a long prompt. Entries that are found by the hash
+        are still compared token by token."""
         tokens = exact.request.all_token_ids
         while len(exact.digests) <= index:
             start = len(exact.digests) * self._segment
@@ -258,10 +260,10 @@ class PrefixScheduler:
         return exact.digests[index]
 
     def _salt(self, exact: _Exact, index: int, start: int) -> None:
-        """Keep a segment's blocks from token ``start`` on for prompts that have all of the segment. vLLM would
-        otherwise hand the first of them to prompts that go on differently, which look back at what was not
-        brought."""
-        # A request that was preempted may find less in vLLM's cache when it comes back.
+        """Restrict a segment's blocks from token ``start`` on to prompts with the whole segment. Otherwise vLLM would
+        give the first blocks to prompts that continue differently, and their tokens would need KV that was not
+        loaded."""
+        # A preempted request may find fewer tokens in vLLM's cache when it resumes.
         end = exact.cut_from.get(index, (index + 1) * self._segment)
         if start >= end:
             return

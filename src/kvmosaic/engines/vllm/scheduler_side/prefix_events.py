@@ -1,7 +1,7 @@
-"""Stored-block events: tells vLLM's KV event stream which exact prefix blocks the store has, so that routers know.
+"""Stored-block events: tell routers, through vLLM's KV event stream, which exact prefix blocks the store has.
 
-A segment of a prompt is announced when every rank has reported that it is stored, and taken back when one of them
-reports that it is gone. Blended blocks are good for no other prompt and never announced."""
+A segment of a prompt is announced when every rank has reported that it is stored, and withdrawn when one of them
+reports that it is gone. Blended blocks are valid for no other prompt and never announced."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -20,25 +20,26 @@ from kvmosaic.engines.vllm.compat.scheduling import (
 from kvmosaic.engines.vllm.shape import EngineShape
 
 MEDIUM = "KVMOSAIC"
-"""The place of the blocks in events: any of our tiers."""
+"""Medium of the blocks in events: any of our tiers."""
 MAX_EXPECTED = 4096
-"""Maximum segments that are awaited. The oldest ones beyond it are forgotten: a store that refuses them reports
-none."""
+"""Maximum number of segments that are expected to be stored. The oldest ones beyond it are forgotten: a store that
+refuses segments does not report them."""
 
 
 class EventGroup(NamedTuple):
-    """Layers that keep equally much of a segment. Their place in a list is the events' ``group_idx``."""
+    """Layers that keep the same part of a segment. The index of a group in the list of groups is the events'
+    ``group_idx``."""
 
     kind: str
     window: int | None
-    """Tokens that each token sees; ``None``: all before it."""
+    """Number of tokens that each token sees; ``None``: all before it."""
     kept: int | None
-    """Tokens at the end of each segment that are stored; ``None``: all."""
+    """Number of tokens at the end of each segment that are stored; ``None``: all."""
 
 
 def event_groups(kv_cache_config: Any, tail: int | None) -> list[EventGroup]:
-    """What is told apart. vLLM knows one group; layers of which segments keep the last ``tail`` tokens are
-    another."""
+    """The groups that events distinguish. vLLM has one group; layers in which segments keep only the last ``tail``
+    tokens are a second one."""
     groups = [EventGroup(spec_kind(kv_cache_config), None, None)]
     if tail is not None:
         groups.append(EventGroup(windowed_kind(), sliding_window(kv_cache_config), tail))
@@ -46,13 +47,13 @@ def event_groups(kv_cache_config: Any, tail: int | None) -> list[EventGroup]:
 
 
 class _Segment(NamedTuple):
-    """What there is to say about a segment."""
+    """Data of a segment that its event needs."""
 
     tokens: list[int]
     before: Any
     """Hash of the block before it; ``None`` for the first one."""
     hashes: list[Any]
-    """Of its blocks."""
+    """Hashes of its blocks."""
 
 
 class PrefixEvents:
@@ -64,16 +65,16 @@ class PrefixEvents:
         self._segment = shape.segment_tokens
         self._block_size = shape.block_size
         self._hash_block_size = shape.hash_block_size
-        # Where a window keeps all of a segment, its layers are like all others.
+        # Layers whose window keeps whole segments are like all others.
         self._groups = [group for group in groups if group.kept is None or group.kept < self._segment]
         self._expected: OrderedDict[bytes, _Segment] = OrderedDict()
         self._announced: dict[bytes, list[Any]] = {}
-        """The block hashes of each segment, for the day when it goes."""
+        """Block hashes of each segment, needed to withdraw it."""
         self._events: list[KVCacheEvent] = []
 
     def expect(self, digest: bytes, start: int, tokens: Sequence[int], hashes: list[Any]) -> None:
-        """The segment of a prompt's ``tokens`` that begins at ``start`` is stored, or about to be. ``hashes`` are the
-        prompt's block hashes as vLLM makes them, without salts."""
+        """The segment of a prompt's ``tokens`` that begins at ``start`` is stored, or about to be. It is announced
+        once it is stored. ``hashes`` are the prompt's block hashes as vLLM makes them, without salts."""
         if digest in self._announced or digest in self._expected:
             return
         first, end = start // self._block_size, (start + self._segment) // self._block_size
@@ -97,12 +98,13 @@ class PrefixEvents:
             if not self._has(digest):
                 self._take_back(digest)
         stored = {digest for digest in news & self._expected.keys() if self._has(digest)}
-        # As they stand in prompts, so that parents come first; reports have no order.
+        # In the order of the prompt, so that parents come first; reports have no order.
         for digest in [digest for digest in self._expected if digest in stored] if stored else ():
             self._announce(digest, self._expected.pop(digest))
 
     def clear(self) -> None:
-        """The store is emptied. vLLM's event for that would speak of its own blocks, too."""
+        """The store is emptied, so all segments are withdrawn. vLLM's event for that would also cover its own
+        blocks."""
         self._expected.clear()
         for digest in list(self._announced):
             self._take_back(digest)
@@ -139,6 +141,6 @@ class PrefixEvents:
             self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM, group_idx=index))
 
     def _stored(self, group: EventGroup) -> list[bool]:
-        """Which blocks of each segment a group keeps: its last ones."""
+        """Which blocks of each segment a group keeps: the last ones."""
         kept = self._segment if group.kept is None else group.kept
         return reachable_block_mask(self._segment, self._block_size, kept, self._segment)

@@ -1,4 +1,4 @@
-"""What a request is told about its chunks."""
+"""Reports to requests about their chunks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 
 MISSING = "missing"
-"""Reason of a chunk that is in no tier."""
+"""Reason that is reported for a chunk that is in no tier."""
 
 
 class Reports:
-    """What those requests are told that want a report and may have one, while they run."""
+    """Reports of current requests that asked for one and may have it."""
 
     def __init__(self) -> None:
         self._told: dict[str, dict[str, Any]] = {}
@@ -22,17 +22,18 @@ class Reports:
         return request_id in self._told
 
     def begin(self, request_id: str, **notes: Sequence[object]) -> None:
-        """A request wants a report, which has these ``notes`` whatever becomes of it, but for empty ones."""
+        """Begin the report of a request. It has the ``notes`` that are not empty, however the request is served."""
         self._told[request_id] = {"mode": "plain", "fallback_reason": None}
         self._notes[request_id] = {name: list(each) for name, each in notes.items() if each}
 
     def add(self, request_id: str, **told: Any) -> None:
-        """What to tell a request that is served plainly, if it wants to know."""
+        """Add fields to the report of a request that is served plainly, if it asked for one."""
         if request_id in self._told:
             self._told[request_id].update(told)
 
     def take(self, request_id: str, reused: dict[str, Any]) -> dict[str, Any] | None:
-        """The report of a request that is over, if it wants one; ``reused`` is what was reused of it, if anything."""
+        """The report of a request that is over, if it asked for one. ``reused`` is the report on its reused chunks,
+        if any."""
         if request_id not in self._told:
             return None
         told, notes = self._told.pop(request_id), self._notes.pop(request_id)
@@ -40,8 +41,8 @@ class Reports:
 
 
 def reuse_report(request: ChunkRequest, local: int, mirror: StoreMirror, lacking: ChunkStatus) -> dict[str, Any]:
-    """What is about to be reused of a request, of which vLLM's prefix cache has the first ``local`` tokens. Chunks
-    that are in no tier become ``lacking``."""
+    """The report on the chunks that are about to be reused in a request, of which vLLM's prefix cache has the first
+    ``local`` tokens. Chunks that are in no tier get the status ``lacking``."""
     chunks, reused = [], 0.0
     for span, digest in zip(request.prompt.chunks, request.digests, strict=True):
         if span.end <= local:
@@ -59,8 +60,8 @@ def reuse_report(request: ChunkRequest, local: int, mirror: StoreMirror, lacking
 
 
 def plain_chunks(request: ChunkRequest, local: int, mirror: StoreMirror, why: Fallback) -> list[dict[str, Any]]:
-    """What becomes of the chunks of a request that is served plainly. The reason of those that are stored is ``why``
-    they are not reused."""
+    """The report on the chunks of a request that is served plainly. For stored chunks, the reason is ``why`` they are
+    not reused."""
     chunks = []
     for span, digest in zip(request.prompt.chunks, request.digests, strict=True):
         if span.end <= local:

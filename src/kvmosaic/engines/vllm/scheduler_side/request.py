@@ -17,55 +17,56 @@ from kvmosaic.engines.vllm.shape import EngineShape
 class ChunkRequest:
     """A request with chunks, while it waits or runs.
 
-    It asks for blocks (``matched_tokens``) any number of times, gets them (``allocated``), and after a preemption
-    asks again; ``reset_after_alloc`` forgets what was of the asking before."""
+    It asks for blocks (``matched_tokens``) any number of times, gets them (``allocated``), and asks again after a
+    preemption. ``reset_after_alloc`` forgets the state of earlier asking."""
 
     request_id: str
     prompt: ChunkedPrompt
     ratio: float
     policy: str
     context: tuple[int, ...]
-    """What its chunks are computed after."""
+    """Tokens that its chunks are computed after."""
     digests: tuple[bytes, ...]
     """Content hash of each chunk."""
     turn_ends: tuple[int, ...]
     """For each chunk, the position where its turn of the conversation ends."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
-    """Chunks that came from slower tiers."""
+    """Tiers from which chunks were fetched, by content hash."""
     asked_for: list[bytes] = field(default_factory=list)
-    """Chunks that no rank knows and the remote tier was asked for."""
+    """Chunks that are not known to be stored, and for which the remote tier was asked."""
     predicted: float | None = None
-    """Seconds that bringing its chunks will take, where that was asked and costs were measured."""
+    """Predicted seconds for loading its chunks; ``None`` before a prediction, or without measured costs."""
     is_worth_it: bool = False
-    """Whether reuse was found to be faster than a plain prefill."""
+    """Whether reuse was predicted to be faster than a plain prefill."""
     needed: tuple[int, int] | None = None
-    """Tokens that vLLM's prefix cache had when room for it was looked for last, and approximate tokens to compute."""
+    """Number of tokens in vLLM's prefix cache when room for it was last checked, and the approximate cost of its
+    load, in tokens."""
     is_noted: bool = False
-    """Whether its missing chunks were noted, to be filled in the background."""
+    """Whether its missing chunks were queued to be filled in the background."""
     lacking: list[bytes] | None = None
-    """Chunks that it waits for the background to fill; ``None`` before anybody looked."""
+    """Chunks that it waits for until they are filled in the background; ``None`` before this was checked."""
     filled: frozenset[bytes] = frozenset()
-    """Chunks that the background was asked to fill for it, before it began."""
+    """Chunks that were queued to be filled for it in the background before it began."""
     is_long: bool = False
     """Whether it is to be loaded in slices, over several steps."""
     is_in_slices: bool = False
-    """Whether it got its blocks for that; it gets some more when all slices are done."""
+    """Whether it has its blocks and is being loaded in slices. It gets more blocks when all slices are done."""
     is_stale: bool = False
-    """Whether weights changed since it came: KV that vLLM has of it may be that of the old ones."""
+    """Whether weights changed since it arrived, so that vLLM may have KV of the old weights for it."""
     report: dict[str, Any] = field(default_factory=dict)
-    """What happened to its chunks."""
+    """The report on its chunks."""
     _waiting_for: set[int] | None = None
     """Ranks that have yet to fetch its chunks; ``None`` before any was asked to."""
     _deadline: float | None = None
 
     @property
     def is_probed(self) -> bool:
-        """Whether choosing what is recomputed takes a look at the prompt's KV."""
+        """Whether the choice of recomputed tokens depends on the prompt's KV."""
         return 0 < self.ratio < 1 and policy_named(self.policy).reads_content
 
     @property
     def has_fetched(self) -> bool:
-        """Whether ranks were asked to fetch its chunks, or none had to be."""
+        """Whether ranks were asked to fetch its chunks, or did not need to be."""
         return self._waiting_for is not None
 
     @property
@@ -80,16 +81,17 @@ class ChunkRequest:
 
     def begins_inside(self, local: int) -> bool:
         """Whether vLLM's prefix cache, which has the first ``local`` tokens, ends inside a chunk. Layers with a
-        sliding window may then lack what the next tokens see, so only a load can go on from there."""
+        sliding window may then lack KV that the next tokens see, so only a load can continue from there."""
         return any(span.start < local < span.end for span in self.prompt.chunks)
 
     def salts(self, shape: EngineShape) -> list[BlockSalt]:
-        """What is mixed into the hashes of its blocks, none overlapping: ratio, policy, and where chunks begin and
-        end up to a block's end. Nothing that comes later counts, so a conversation finds the blocks of its earlier
-        turns; only with a policy that looks at the prompt the rest of the chunk's turn does. Which tokens of a chunk
-        are recomputed may still depend on later chunks, with which it shares a budget: blocks of one hash hold the
-        same tokens, blended with the same ratio by the same policy, not always the same numbers. At ratio 1 all KV
-        is what vLLM computes."""
+        """Salts for the hashes of its blocks, none overlapping. A block's salt depends on the ratio, the policy, and
+        where chunks begin and end before the block's end. Later text does not count, so a conversation finds the
+        blocks of its earlier turns; only with a policy that looks at the prompt, the rest of the chunk's turn also
+        counts. Chunks share a budget of recomputed tokens, so the tokens that are recomputed in a chunk may still
+        depend on later chunks. So blocks with the same hash hold the same tokens, blended with the same ratio and
+        policy, but not always the same numbers. At ratio 1 there are no salts, because all KV is what vLLM
+        computes."""
         if self.ratio == 1:
             return []
         salts: list[BlockSalt] = []
@@ -106,13 +108,13 @@ class ChunkRequest:
         return salts
 
     def _salted_by(self, shape: EngineShape) -> Iterator[tuple[int, bytes]]:
-        """Positions from which on KV is another than that of the plain prompt, and what it depends on there."""
+        """Positions from which on KV differs from that of the plain prompt, and the data that it depends on there."""
         turn_end = None
         for span, digest, end in zip(self.prompt.chunks, self.digests, self.turn_ends, strict=True):
             if self.is_probed and end != turn_end:
                 yield span.start, b"turn" + self.prompt.token_array[span.start : end].tobytes()
             turn_end = end
-            # Of a chunk that is cut, blocks are good for prompts alone that have all of it.
+            # Blocks of a chunk that is cut are valid only for prompts with the whole chunk.
             yield span.start, b"cut" + digest if shape.is_cut(len(span)) else b"chunk"
             yield span.end, b"end"
 
@@ -125,8 +127,7 @@ class ChunkRequest:
         fill: bool,
         is_findable: bool,
     ) -> ChunkLoad:
-        """What the worker has to do for it, now that it has ``blocks``, of which vLLM's prefix cache fills the first
-        ``local`` tokens."""
+        """The worker's task for it, in ``blocks``, of which vLLM's prefix cache fills the first ``local`` tokens."""
         return ChunkLoad(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -147,19 +148,19 @@ class ChunkRequest:
         self._waiting_for = set(range(ranks))
 
     def arrived(self, rank: int) -> None:
-        """A rank has brought what it waits for, or could not."""
+        """A rank has fetched its chunks, or failed to."""
         if self._waiting_for:
             self._waiting_for.discard(rank)
 
     def has_patience(self, seconds: float) -> bool:
-        """Whether it still waits; it does for ``seconds`` from the first time on that this is asked."""
+        """Whether it still waits: it does for ``seconds`` after the first call."""
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + seconds
         return now < self._deadline
 
     def reset_after_alloc(self) -> None:
-        """It got its blocks. If it is preempted and comes back, it asks again."""
+        """It got its blocks. If it is preempted and resumes, it asks again."""
         self.is_worth_it = self.is_noted = False
         self.needed = None
         self.lacking = self._waiting_for = self._deadline = None

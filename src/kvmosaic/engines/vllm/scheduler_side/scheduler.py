@@ -1,4 +1,4 @@
-"""Scheduler side: which requests have chunks, what to wait for, how many tokens the worker brings."""
+"""Scheduler side: which requests have chunks, what to wait for, how many tokens the worker loads."""
 
 import logging
 from collections.abc import Iterable
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class ChunkScheduler:
     """Follows requests with chunks from their arrival to their end, and tells the workers what to do for them.
 
-    vLLM calls, in a request's life: ``add``, ``matched_tokens`` (until it says a number), ``allocated``, perhaps both
-    again after a preemption, ``finished``; and ``take_work`` once in every step."""
+    For each request, vLLM calls ``add``, ``matched_tokens`` (until it returns a number), ``allocated``, both of them
+    again after a preemption, and ``finished``. It calls ``take_work`` once in every step."""
 
     def __init__(self, setup: EngineSetup) -> None:
         config, shape = setup.config, setup.shape
@@ -57,19 +57,19 @@ class ChunkScheduler:
         """Requests that were in the latest step and are not finished."""
         self._in_slices: set[str] = set()
         """Requests that are being loaded in several steps."""
-        self._salt: BlockSalt | None = None  # of all requests, since weights changed
+        self._salt: BlockSalt | None = None  # for all requests that arrive after weights changed
         self._work = StepWork(engine_id=setup.engine_id)
         self.stats = ChunkStats()
 
     def bind(self, pool: FreeBlocks) -> None:
-        """Borrow blocks from ``pool``. vLLM has it only after it made the connector."""
+        """Set the ``pool`` from which blocks are borrowed. vLLM creates it after the connector."""
         self._pool = pool
         pool.before_reset(lambda: self._backlog.let_go(pool))
         self._lender = BlockLender(self._config, self._shape, self._mirror, pool)
 
     def add(self, request: Any) -> None:
-        """Parse a new request. From its first block with chunk tokens on, its block hashes are made its own; all of
-        them are, once weights have changed: KV of the old ones may still be in vLLM's prefix cache."""
+        """Parse a new request. Its block hashes are salted from its first block with chunk tokens on. Once weights
+        have changed, all of them are salted, because vLLM's prefix cache may still have KV of the old weights."""
         try:
             self._add(request)
         except Exception:
@@ -99,18 +99,19 @@ class ChunkScheduler:
         self.prefixes.add(request)
 
     def matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """Tokens after the first ``local`` that the worker brings: everything up to the question. ``None`` while
-        chunks are on their way from slower tiers, so that other requests go on meanwhile. And whether that takes
-        several steps, so that others' next tokens do not wait for all of it."""
+        """Number of tokens after the first ``local`` that the worker loads (all tokens up to the question), and
+        whether the load takes several steps. The number is ``None`` while chunks are being fetched from slower tiers,
+        so that other requests continue meanwhile. A load takes several steps if other requests' next tokens would
+        wait too long for all of it."""
         ours = self._requests.get(request.request_id)
         try:
             return self._matched_tokens(request, local)
         except Exception:
             if ours is None and self.prefixes.begins_inside(request, local):
-                raise  # vLLM cannot go on from there by itself
+                raise  # vLLM alone cannot continue from there
             logger.exception("request %s cannot be planned", shown_id(request.request_id))
             self.stats.failed("schedule")
-        if ours is not None and ours.begins_inside(local):  # then the rest has to become what it was
+        if ours is not None and ours.begins_inside(local):  # then the rest has to be loaded as it was before
             ours.is_long = False
             return max(0, ours.prompt.question.start - local), False
         self.give_up(request)
@@ -124,12 +125,12 @@ class ChunkScheduler:
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):
             return self._serve_plainly(ours, local, matched), False
-        # Alone, it is computed at once.
+        # A request that runs alone is computed at once.
         ours.is_long = bool(matched) and not is_alone and self._admission.is_long(ours, local)
         return matched, ours.is_long
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
-        """The request got its blocks: have it loaded in the coming step, or from then on."""
+        """The request got its blocks. Its load is done in the coming step, or begins there."""
         ours = self._requests.get(request.request_id)
         if ours is None:
             self.prefixes.allocated(request, blocks, num_external, self._work)
@@ -137,9 +138,9 @@ class ChunkScheduler:
         if ours.is_in_slices:
             assert not num_external
             ours.is_in_slices = False
-            return  # all of them are done, and these blocks are for the question
+            return  # all slices are done, and these blocks are for the question
         local = ours.prompt.question.start - num_external
-        if num_external:  # first of all: vLLM takes it for granted from here on
+        if num_external:  # first of all: from here on, vLLM relies on the load
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
             self._load(ours, local, ids, is_findable=request.cache_salt is None and not ours.is_stale)
         elif ours.has_fetched:
@@ -149,7 +150,7 @@ class ChunkScheduler:
             ours.report = reuse_report(ours, local, self._mirror, "filled" if fills else "prefilled")
             if request.num_preemptions == 0:
                 self.stats.count("requests", ours.report["mode"])
-            if num_external:  # else vLLM's own count is right
+            if num_external:  # otherwise vLLM's own count is right
                 count_cached_tokens(request, local, ours.report["reused_tokens"])
         ours.reset_after_alloc()
 
@@ -190,7 +191,7 @@ class ChunkScheduler:
         if work.loads or work.prefix_loads:
             unwritten = self._tables.written_by(step)
             work.loads = [self._tables.start_before(unwritten, load) for load in work.loads]
-            # Workers load prefixes first, so blocks that are loaded with chunks are not there yet, either.
+            # Workers load prefixes first, so blocks that chunk loads write are not written yet, either.
             for load in work.loads:
                 unwritten.update(load.blocks[0][load.start // self._shape.block_size :])
             work.prefix_loads = [self._tables.start_before(unwritten, prefix) for prefix in work.prefix_loads]
@@ -205,7 +206,7 @@ class ChunkScheduler:
         self._work.clear = True
 
     def update(self, report: StepReport) -> None:
-        """Take in what the workers report."""
+        """Process the workers' report."""
         latest = max(report.ranks, key=lambda rank: rank.weights)
         if latest.weights > self._work.weights:
             self._change_weights(latest.weights, latest.weights_digest)
@@ -218,31 +219,31 @@ class ChunkScheduler:
                 if request_id in self._requests:
                     self._requests[request_id].arrived(rank.rank)
             if rank.is_off:
-                self.prefixes.turn_off()  # what failed moves those, too
+                self.prefixes.turn_off()  # the code that failed also moves prefixes
         if self._mirror.off_reason is not None and self._pool is not None:
             self._backlog.clear(self._pool)
         with self.stats.doing_without("announcing prefixes"):
             self.prefixes.changed({digest for rank in report.ranks for digest in rank.changes})
 
     def _change_weights(self, changes: int, digest: str) -> None:
-        """Weights are other ones now, and changed so many times. Requests that there are may have KV of the old ones:
+        """Weights have changed, for the ``changes``-th time. Current requests may have KV of the old weights, so
         nothing of them may be stored."""
         self._work.weights = changes
         self._salt = weights_salt(changes, digest)
         if self._pool is not None:
-            self._backlog.let_go(self._pool)  # what is computed of a long chunk is of the old ones
+            self._backlog.let_go(self._pool)  # the computed part of a long chunk is of the old weights
         for request in self._requests.values():
             request.is_stale = True
         self.prefixes.change_weights()
 
     def loaded(self, request_ids: Iterable[str]) -> None:
-        """These were loaded in slices, and can go on."""
+        """All slices of these requests are loaded, so they can continue."""
         self._in_slices.difference_update(request_ids)
         if not self._in_slices:
             self._admission.slices_are_done()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """The request is over, or was aborted. What happened to its chunks, if it wants to know."""
+        """The request finished or was aborted. Returns the report on its chunks, if it asked for one."""
         self._running.discard(request.request_id)
         if not self._running and self._pool is not None:
             # There may be no further step, and vLLM expects all blocks to be free.
@@ -255,7 +256,7 @@ class ChunkScheduler:
         return self._reports.take(request.request_id, {} if ours is None else ours.report)
 
     def give_up(self, request: Any) -> None:
-        """Something failed for a request that has no blocks yet: it is served as plain vLLM would."""
+        """Serve a request as plain vLLM would, because something failed. The request has no blocks yet."""
         name = request.request_id
         self._requests.pop(name, None)
         self.prefixes.forget(name)
@@ -264,12 +265,12 @@ class ChunkScheduler:
         self._fall_back(name, Fallback.ERROR)
 
     def _serve_plainly(self, request: ChunkRequest, local: int, reason: Fallback) -> int:
-        """Serve a request with chunks as plain vLLM would: the worker brings 0 tokens."""
+        """Serve a request with chunks as plain vLLM would: the worker loads 0 tokens."""
         del self._requests[request.request_id]
         if request.has_fetched:
             self._work.released.append(request.request_id)
         self._fall_back(request.request_id, reason)
-        if self._mirror.off_reason is not None:  # then nothing was looked for
+        if self._mirror.off_reason is not None:  # then no chunk was looked up
             return 0
         looked_for = {digest: len(span) for span, digest in request.chunks_from(local)}
         self._work.missed += [chunk for chunk in looked_for.items() if not self._mirror.has(chunk[0])]

@@ -1,4 +1,4 @@
-"""What a request with chunks waits for, and whether it is worth it."""
+"""What a request with chunks waits for, and whether reuse is worth it."""
 
 import logging
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from kvmosaic.engines.vllm.shape import EngineShape
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30
-"""Time that a request waits for chunks in slower tiers before it is served without them."""
+"""Maximum time that a request waits for chunks in slower tiers, in seconds. It is then served without them."""
 
 
 class WaitingRoom:
-    """Decides for requests that have no blocks yet."""
+    """Decides how requests that have no blocks yet proceed."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class WaitingRoom:
         self._backlog = backlog
 
     def matched(self, request: ChunkRequest, local: int, work: StepWork, *, is_alone: bool) -> int | Fallback | None:
-        """Tokens after the first ``local`` that the worker brings, or why the request is served plainly; ``None``
-        while chunks are on their way. Fetches go into ``work``. ``is_alone``: no other request is running."""
+        """Number of tokens after the first ``local`` that the worker loads, or why the request is served plainly;
+        ``None`` while the request has to wait. Fetches are added to ``work``. ``is_alone``: no other request is
+        running."""
         off_reason = self._mirror.off_reason
         if off_reason is not None and not request.begins_inside(local):
             return off_reason
@@ -69,9 +70,10 @@ class WaitingRoom:
         return Fallback.SLOW_TIER
 
     def _fetch(self, request: ChunkRequest, local: int, work: StepWork) -> bool:
-        """Have chunks fetched that are in slower tiers, or may be. ``False`` if a plain prefill is faster."""
+        """Have chunks fetched that are, or may be, in slower tiers. Returns ``False`` if a plain prefill is
+        faster."""
         chunks = {digest: len(span) for span, digest in request.chunks_from(local)}
-        # Other engines may have stored in the meantime what this one never heard of.
+        # Other engines may have stored chunks in the meantime that this one does not know of.
         is_shared = self._config.remote is not None and self._mirror.may_lag_behind_others
         request.asked_for = [digest for digest in chunks if is_shared and not self._mirror.has(digest)]
         if not request.asked_for and not self._is_worth_it(request, local):
@@ -86,7 +88,7 @@ class WaitingRoom:
         return True
 
     def _is_worth_it(self, request: ChunkRequest, local: int) -> bool:
-        """Whether to reuse what there is. Missing chunks are noted, to be filled in the background."""
+        """Whether to reuse the stored chunks. Missing chunks are queued to be filled in the background."""
         if request.is_worth_it or self._config.miss_policy == "fill-first":
             return True
         if self._config.miss_policy == "background" and not request.is_noted:
@@ -98,8 +100,8 @@ class WaitingRoom:
         return request.is_worth_it
 
     def _is_being_filled(self, request: ChunkRequest, local: int) -> bool:
-        """Whether a request whose chunks are filled first waits for the background to do it: more of them than a step
-        has room for would keep all others' tokens waiting."""
+        """Whether a request whose chunks are filled first waits until they are filled in the background. It does if
+        they are more than a step has room for: filling them at once would keep all other requests waiting."""
         if self._config.miss_policy != "fill-first":
             return False
         if request.lacking is None:

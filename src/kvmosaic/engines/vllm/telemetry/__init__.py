@@ -1,1 +1,1 @@
-"""What is measured: counts, times, and the costs predicted from them."""
+"""Measurements: counts, times, and the costs predicted from them."""

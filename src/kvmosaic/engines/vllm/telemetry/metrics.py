@@ -1,4 +1,4 @@
-"""What the chunk cache tells vLLM's metrics: collected by workers and scheduler, shown by Prometheus and the log.
+"""Metrics of the chunk cache in vLLM: collected by workers and scheduler, shown by Prometheus and the log.
 
 vLLM carries the numbers itself: each step it takes every worker's and the scheduler's stats, aggregates them and
 sends the plain ``data`` to the process that logs and serves ``/metrics``.
@@ -18,7 +18,7 @@ from kvmosaic.engines.results import Fallback
 logger = logging.getLogger(__name__)
 
 PREFIX = "kvmosaic:"
-"""What the names of all our Prometheus metrics start with."""
+"""Prefix of the names of all our Prometheus metrics."""
 
 CountName = Literal[
     "chunk_hits",
@@ -69,59 +69,60 @@ COUNTS: dict[CountName, Labelled] = {
         tuple(reason.value for reason in Fallback if reason not in (Fallback.DISABLED, Fallback.ROPE_LENGTH)),
     ),
     "tokens": Labelled(
-        "Tokens whose KV was brought or stored: in chunks, computed beside them, and in exact prefix blocks.",
+        "Tokens whose KV was loaded, computed or stored: in chunks, beside them, and in exact prefix blocks.",
         "kind",
         ("reused", "filled", "recomputed", "fresh", "loaded", "saved"),
     ),
     "evictions": Labelled("Entries evicted to make room."),
     "write_errors": Labelled("Entries that a tier failed to store."),
     "errors": Labelled(
-        "Failures inside the chunk cache that requests were served in spite of, by what failed.",
+        "Failures inside the chunk cache despite which requests were served, by what failed.",
         "stage",
         get_args(FailingStage),
     ),
-    "dropped_writes": Labelled("Entries not written to the slower tiers, as too many were waiting for that."),
+    "dropped_writes": Labelled("Entries not written to the slower tiers, because too many were waiting."),
 }
 # No values: a tier that is not configured has no level, not a level of zero.
 LEVELS: dict[LevelName, Labelled] = {
     "tier_bytes": Labelled("Bytes of the entries in each tier, over all ranks.", "tier"),
     "tier_entries": Labelled("Entries in each tier, over all ranks.", "tier"),
 }
-STAGE_SECONDS = Labelled("Seconds of one stage of bringing a request's chunks.", "stage", get_args(Stage))
+STAGE_SECONDS = Labelled("Seconds that one stage of loading a request's chunks took.", "stage", get_args(Stage))
 STAGE_BUCKETS = [1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
 
 
 @dataclass
 class ChunkStats(KVConnectorStats):
-    """What one worker, or the scheduler side, collected since it was last taken.
+    """Statistics of one worker, or of the scheduler side, since they were last taken.
 
     ``data`` is ``{"counts": {name: {label: int}}, "levels": {name: {label: {rank: float}}}, "seconds": {stage:
-    [float]}}``. vLLM aggregates over ranks and over time with the same method: levels of different ranks stand side
-    by side and add up when they are shown, while a rank's newer level replaces its older one. Counts simply add, so
-    what all ranks do alike for a request has to be counted by one of them. Not for use by several threads at once.
+    [float]}}``. vLLM aggregates over ranks and over time with the same method: levels of different ranks are kept
+    side by side and added up when they are shown, while a rank's newer level replaces its older one. Counts are
+    simply added, so an event that happens on all ranks alike has to be counted by one of them. Not thread-safe.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
     rank: int = 0
-    """The worker whose levels these are: different for all workers of one engine."""
+    """Rank whose levels these are, different for all workers of one engine."""
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        """Forget everything. What was taken before keeps its data."""
+        """Forget everything. Statistics that were taken before keep their data."""
         self.data = {"counts": {}, "levels": {}, "seconds": {}}
 
     def count(self, name: CountName, label: str, amount: int = 1) -> None:
-        """Something happened ``amount`` times."""
+        """Count an event that happened ``amount`` times."""
         labels = self.data["counts"].setdefault(name, {})
         key = _plain(label)
         labels[key] = labels.get(key, 0) + int(amount)
 
     @contextmanager
     def doing_without(self, what: str) -> Iterator[None]:
-        """What is inside may fail in the scheduler's process: nothing else depends on it."""
+        """Log and count a failure of the code inside, in the scheduler's process, and continue: nothing else depends
+        on it."""
         try:
             yield
         except Exception:
@@ -129,26 +130,26 @@ class ChunkStats(KVConnectorStats):
             self.failed("schedule")
 
     def failed(self, stage: FailingStage) -> None:
-        """Something failed, and was done without."""
+        """Count a failure despite which the engine continues."""
         self.count("errors", stage)
 
     def count_alike(self, name: CountName, label: str, amount: int = 1) -> None:
-        """Something happened ``amount`` times on all ranks alike: the first one counts."""
+        """Count an event that happened ``amount`` times on all ranks alike: only the first rank counts it."""
         if self.rank == 0:
             self.count(name, label, amount)
 
     def level(self, name: LevelName, label: str, value: float) -> None:
-        """Something stands at ``value`` now, on this rank."""
+        """Set a level of this rank to ``value``."""
         ranks = self.data["levels"].setdefault(name, {}).setdefault(_plain(label), {})
         # A string, because not every serialiser lets numbers be keys.
         ranks[str(self.rank)] = float(value)
 
     def observe(self, stage: Stage, seconds: float) -> None:
-        """A stage took this long, once."""
+        """Record how long a stage took once."""
         self.data["seconds"].setdefault(_plain(stage), []).append(float(seconds))
 
     def take(self) -> "ChunkStats | None":
-        """What was collected since the last call, or ``None``: the answer to ``get_kv_connector_stats``."""
+        """Statistics since the last call, or ``None`` if there are none: the answer to ``get_kv_connector_stats``."""
         if self.is_empty():
             return None
         taken = ChunkStats(self.data, self.rank)
@@ -156,8 +157,8 @@ class ChunkStats(KVConnectorStats):
         return taken
 
     def aggregate(self, other: KVConnectorStats) -> "ChunkStats":
-        """Both together; ``other`` is the newer one. Neither is changed: within one process several of vLLM's
-        loggers accumulate from the same ``data``."""
+        """The sum of both; ``other`` is the newer one. Neither is changed, because several of vLLM's loggers in one
+        process accumulate from the same ``data``."""
         total = ChunkStats(rank=self.rank)
         counts, levels, seconds = total.data["counts"], total.data["levels"], total.data["seconds"]
         for part in (self.data, other.data):
@@ -210,11 +211,11 @@ class ChunkPromMetrics(KVConnectorPromMetrics):
             for name, spec in LEVELS.items()
         }
         self._stages = self._register(self._histogram_cls, "stage_seconds", STAGE_SECONDS, buckets=STAGE_BUCKETS)
-        # A step brings the levels of those ranks alone that had something to tell.
+        # A step brings the levels only of ranks that had something to report.
         self._levels: dict[tuple[int, str, str], dict[str, float]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what one engine sent: the ``data`` of a :class:`ChunkStats`."""
+        """Add one engine's statistics: the ``data`` of a :class:`ChunkStats`."""
         engine = self.per_engine_labelvalues[engine_idx]
         for name, counter in self._counters.items():
             for label, amount in transfer_stats_data["counts"].get(name, {}).items():
@@ -241,12 +242,13 @@ class ChunkPromMetrics(KVConnectorPromMetrics):
 
 
 def _plain(label: str) -> str:
-    """The text of a string enum's member, which would else be shown under its Python name."""
+    """The text of a string enum's member, which would otherwise be shown under its Python name."""
     return str.__str__(label)
 
 
 def _unregister() -> None:
-    """Make room for a second engine in this process, as vLLM does for its own metrics and only for those."""
+    """Unregister our metrics, so that a second engine in this process can register them. vLLM does so only for its
+    own."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith(PREFIX):
             REGISTRY.unregister(collector)

@@ -1,4 +1,4 @@
-"""How long the stages of a load take, without waiting for the GPU to know."""
+"""Durations of the stages of a load, measured without waiting for the GPU."""
 
 import time
 from collections.abc import Iterator
@@ -14,23 +14,24 @@ class Running:
     """A stage that is being timed."""
 
     end: torch.cuda.Event | None = None
-    """When it will be over, if that is not with what the engine's stream has by then."""
+    """Event that ends the stage, if it does not end with the work that the engine's stream has by then."""
 
 
 class StageTimer:
-    """Observes stages into statistics: by the clock on a CPU, by events on a GPU, read once they have passed."""
+    """Records durations of stages in statistics: by the clock on a CPU, by events on a GPU, which are read once they
+    have passed."""
 
     def __init__(self, stats: ChunkStats, device: torch.device) -> None:
         self._stats = stats
         self._on_gpu = device.type == "cuda"
         self._pending: list[tuple[Stage, int, torch.cuda.Event, torch.cuda.Event]] = []
         self.costs: dict[Stage, LinearCost] = {}
-        """What the stages take that said how many tokens they had."""
+        """Costs of the stages that were given a number of tokens."""
         self._has_news = False
 
     @contextmanager
     def stage(self, name: Stage, tokens: int = 0) -> Iterator[Running]:
-        """Time what happens inside, done to ``tokens`` tokens."""
+        """Time the code inside, which processes ``tokens`` tokens."""
         running = Running()
         if not self._on_gpu:
             begin = time.perf_counter()
@@ -49,7 +50,7 @@ class StageTimer:
         return news
 
     def collect(self) -> None:
-        """Observe the stages that are over by now."""
+        """Record the stages that have ended by now."""
         while self._pending and self._pending[0][3].query():
             name, tokens, start, end = self._pending.pop(0)
             self._observe(name, tokens, start.elapsed_time(end) / 1e3)

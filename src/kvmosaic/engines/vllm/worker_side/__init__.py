@@ -1,1 +1,1 @@
-"""The worker's side: brings entries into blocks, chooses what is recomputed, computes it."""
+"""The worker's side: loads entries into blocks, chooses the tokens to recompute, and computes them."""

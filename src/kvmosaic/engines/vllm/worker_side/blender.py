@@ -15,16 +15,16 @@ from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.probe import VllmProbe
 
 REMEMBERED = 1024
-"""Maximum prompts whose choice is remembered."""
+"""Maximum number of prompts whose choice is remembered."""
 REMEMBERED_TOKENS = 2**24
-"""Maximum chosen tokens that are remembered, of all prompts together."""
+"""Maximum number of chosen tokens that are remembered, of all prompts together."""
 
 
 class _Choice(NamedTuple):
     positions: np.ndarray
     """Ascending, ``[tokens]`` int32."""
     computed_layer: int | None
-    """Up to this layer a probe computed all chunk tokens, and left them so."""
+    """Layer up to which a probe computed all chunk tokens and left them in the blocks, if it did."""
 
 
 class Blend(NamedTuple):
@@ -33,14 +33,14 @@ class Blend(NamedTuple):
     load: ChunkLoad
     probe: VllmProbe
     known: _Choice | None
-    """What was chosen for the same prompt before."""
+    """Earlier choice for the same prompt, if there is one."""
     needs_context: bool
     """Whether all tokens in no chunk before the question have to be computed before the choice."""
 
 
 class Blender:
-    """Makes a choice once for a prompt: vLLM's prefix cache may bring back a part of what was blended, and the rest
-    has to become what it was."""
+    """Makes one choice per prompt: vLLM's prefix cache may bring back a part of a blended prompt, and the rest then
+    has to be blended as before."""
 
     def __init__(self, forward: SparseForward, paged: RequestBlocks, ranks: Ranks, timer: StageTimer) -> None:
         self._forward = forward
@@ -49,7 +49,7 @@ class Blender:
         self._ranks = ranks
         self._choices: dict[bytes, _Choice] = {}
         self._remembered = 0
-        """Chosen tokens of all of them."""
+        """Number of chosen tokens of all remembered choices."""
 
     def clear(self) -> None:
         """Forget all choices."""
@@ -62,7 +62,7 @@ class Blender:
         if not moves or load.ratio in (0, 1):
             return Blend(load, probe, None, False)
         known = self._choices.get(load.blend_digest())
-        if not self._ranks.all_have([known is not None])[0]:  # one may have failed to choose before
+        if not self._ranks.all_have([known is not None])[0]:  # a rank may have failed to choose before
             known = None
         if known is not None:
             return Blend(load, probe, known, known.computed_layer is not None)
@@ -72,8 +72,8 @@ class Blender:
         return None if needs_context is None else Blend(load, probe, None, needs_context)
 
     def choose(self, blend: Blend) -> np.ndarray | None:
-        """Tokens to recompute, ``[tokens]``, ascending, from the load's start on; ``None`` if choosing failed on some
-        rank: chunks then may hold anything."""
+        """Positions to recompute, ``[tokens]``, ascending, from the load's start on. ``None`` if choosing failed on
+        some rank; the KV of chunks is then undefined."""
         load, probe, choice, needs_context = blend
         if not probe.chunk_tokens or load.ratio == 0:
             return np.empty(0, dtype=np.int64)
@@ -85,7 +85,7 @@ class Blender:
             if choice is None:
                 return None
             choice = choice._replace(positions=self._ranks.first(choice.positions))
-            if len(probe.prompt.chunks) == len(load.prompt.chunks):  # else it is no choice for the whole prompt
+            if len(probe.prompt.chunks) == len(load.prompt.chunks):  # otherwise it is no choice for the whole prompt
                 digest = load.blend_digest()
                 if digest not in self._choices:
                     self._remembered += len(choice.positions)
@@ -100,7 +100,7 @@ class Blender:
 
     def _ask(self, load: ChunkLoad, probe: VllmProbe, has_context: bool) -> _Choice:
         policy = policy_named(load.policy)
-        # What a choice takes that does not look at the prompt says nothing of the others.
+        # The time of a choice that does not look at the prompt says nothing about those that do.
         with self._timer.stage("probe", load.prompt.question.start - load.start if policy.reads_content else 0):
             chosen = choose(policy, probe, load.ratio).positions
         assert has_context or not probe.charged, "the policy probed without saying so"

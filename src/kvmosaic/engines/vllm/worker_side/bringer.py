@@ -1,4 +1,4 @@
-"""Brings what the store has of a request into its blocks."""
+"""Loads the stored entries of a request into its blocks."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Brought:
-    """What stands in a request's blocks."""
+    """Entries that were placed in a request's blocks."""
 
     spans: list[Span]
-    """All of it, ascending."""
+    """Spans of all placed entries, ascending."""
     moves: list[tuple[ChunkKV, int]]
-    """The chunks among it, and where they stand."""
+    """Placed entries of chunks, and their positions."""
     system_remainder: Segment | None
     """The end of the system prompt, if it is still to be computed and stored."""
 
@@ -69,8 +69,8 @@ class Bringer:
         self._stats = stats
 
     def bring(self, load: ChunkLoad, pins: ExitStack) -> Brought | None:
-        """Put in place what the store can give. ``None`` if that failed on some rank. While ``pins`` are open, no
-        other thread puts anything in the entries' place: the GPU may be told to read them only later."""
+        """Place the entries that the store has. Returns ``None`` if that failed on some rank. While ``pins`` are
+        open, no other thread overwrites the entries: the GPU may read them only later."""
         prompt = load.prompt
         context = self._cache.context_of(prompt)
         chunks = [
@@ -108,9 +108,9 @@ class Bringer:
         )
 
     def _system_remainder(self, load: ChunkLoad) -> list[Segment]:
-        """The system tokens behind the last full block, if any. vLLM's prefix cache has full blocks alone; with these
-        few in the store, a known system prompt needs no forward at all. They stay where they are: exact, not
-        moved."""
+        """The system tokens behind the last full block, if any. vLLM's prefix cache has only full blocks; with these
+        few tokens in the store, a known system prompt needs no forward at all. They are not moved, so they are
+        exact."""
         prompt, size = load.prompt, self._block_sizes[0]
         span = Span(prompt.system.end // size * size, prompt.system.end)
         if not load.is_findable or not span or load.start > span.start:
@@ -121,8 +121,8 @@ class Bringer:
     def _find(
         self, chunks: Sequence[Segment], remainder: Sequence[Segment], load: ChunkLoad, pins: ExitStack
     ) -> dict[ChunkKey, ChunkKV]:
-        """The entries that every rank has, in memory or fetched for the request. No slower tier is asked: others wait
-        for this step."""
+        """The entries that every rank has, in memory or fetched for the request. No slower tier is asked, because
+        other requests wait for this step."""
         entries: dict[ChunkKey, ChunkKV] = {}
         segments = list({segment.key: segment for segment in (*chunks, *remainder)}.values())
         results = [LookupResult(None, None, MissReason.ERROR)] * len(segments)
@@ -147,7 +147,8 @@ class Bringer:
         return entries
 
     def _look_up(self, segment: Segment, counted: bool, held: Mapping[ChunkKey, Fetched]) -> LookupResult:
-        """An error is a miss: other ranks may have none, and all have to vote on the same segments."""
+        """Look up a segment. An error counts as a miss: other ranks may have no error, and all ranks have to vote on
+        the same segments."""
         try:
             return self._cache.store.lookup(segment.key, segment.tokens, segment.context, counted, held=held)
         except Exception:
@@ -156,7 +157,7 @@ class Bringer:
             return LookupResult(None, None, MissReason.ERROR)
 
     def _fill(self, missing: Sequence[Segment], load: ChunkLoad) -> dict[ChunkKey, ChunkKV]:
-        """Compute and store what is missing, in the request's own blocks, which are written again afterwards, and the
+        """Compute and store missing chunks, in the request's own blocks, which are overwritten afterwards, and in the
         spare ones."""
         sizes = self._block_sizes
         blocks = [

@@ -1,4 +1,4 @@
-"""What those who look after stored documents see of a rank's store, and do to it."""
+"""Lists, pins and deletes stored documents of a rank, for administrators."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.store import EntryInfo
 
 SHOWN_TOKENS = 16
-"""Tokens of a document by which people recognise it."""
+"""Number of a document's first tokens that are shown, by which people recognise it."""
 
 
 class StoredDocuments:
@@ -20,7 +20,7 @@ class StoredDocuments:
         self._cache = cache
 
     def listed(self, most: int, *, shows_text: bool) -> dict[str, Any]:
-        """How many there are, their bytes, and the newest ``most``."""
+        """Number of entries, their bytes, and the newest ``most``."""
         every = list(self._entries())
         newest = nlargest(most, every, key=lambda info: info.since or 0.0)
         return {
@@ -34,7 +34,7 @@ class StoredDocuments:
         return [info.key for info in self._entries() if info.key.content_hash.hex() == digest]
 
     def keep(self, digest: str, *, is_kept: bool) -> int:
-        """Keep entries from being evicted, or no longer; how many there are."""
+        """Protect entries from eviction, or stop protecting them. Returns their number."""
         keys = self.keys(digest)
         if is_kept:
             self._cache.store.keep(keys)
@@ -43,7 +43,7 @@ class StoredDocuments:
         return len(keys)
 
     def delete(self, digest: str) -> int:
-        """Delete entries from all tiers; how many there were."""
+        """Delete entries from all tiers. Returns their number."""
         keys = self.keys(digest)
         self._cache.store.remove(keys)
         return len(keys)
@@ -65,6 +65,6 @@ class StoredDocuments:
             "pinned": info.pinned,
         }
         if shows_text:
-            entry = self._cache.store.peek(info.key)  # not from slower tiers, which others would wait for
+            entry = self._cache.store.peek(info.key)  # not from slower tiers: other requests would wait for them
             described["first_tokens"] = None if entry is None else list(entry.tokens[:SHOWN_TOKENS])
         return described

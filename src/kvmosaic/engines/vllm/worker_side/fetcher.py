@@ -1,4 +1,4 @@
-"""Brings entries from slower tiers to the fastest one while other requests run."""
+"""Fetches entries from slower tiers into the fastest one while other requests run."""
 
 import logging
 import threading
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 FETCHES_AT_ONCE = 4
 """Number of threads, so that one slow fetch does not hold up all others."""
 MAX_WAITING_FETCHES = 256
-"""Maximum fetches that wait for a thread. Those beyond it are over at once: their requests do without."""
+"""Maximum number of fetches that wait for a thread. Further fetches end at once, without their entries."""
 HELD_BYTES = 4 * 1024**3
 """Maximum bytes of entries that are kept alive for requests because the fastest tier has no room for them."""
 
@@ -30,34 +30,35 @@ HELD_BYTES = 4 * 1024**3
 class _Fetch:
     keys: Sequence[ChunkKey]
     request_id: str | None
-    """Who waits for it, if anybody does."""
+    """Request that waits for it, if any."""
     begin: float = field(default_factory=time.perf_counter)
     after: torch.cuda.Event | None = field(default_factory=record_event)
-    """What the GPU has to be through with first."""
+    """Event of the GPU that the fetch has to wait for."""
     pins: ExitStack = field(default_factory=ExitStack)
     entries: dict[ChunkKey, Fetched] = field(default_factory=dict)
-    """What the fastest tier had no room for."""
+    """Fetched entries for which the fastest tier had no room."""
     is_released: bool = False
-    """Whether nobody needs it any more, or what it brings is not to be used."""
+    """Whether it is no longer needed, or its entries must not be used."""
 
 
 class ChunkFetcher:
-    """A few threads that fetch. What was fetched for a request is there until it is released: pinned in the fastest
-    tier, or kept here."""
+    """A few threads that fetch entries. The entries of a request are available until it is released: pinned in the
+    fastest tier, or held here."""
 
     def __init__(self, store: ChunkStorageManager) -> None:
         self._store = store
         self._fetches: dict[str, _Fetch] = {}
-        """By request: the one that was started last."""
+        """The latest fetch of each request."""
         self._finished: dict[str, float] = {}
         self._waiting = 0
         self._held_bytes = 0
         self._lock = threading.Lock()
-        """Guards all of the above. Nothing is waited for while it is held."""
+        """Guards all of the above. No thread waits for anything else while it holds it."""
         self._threads = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="kvmosaic-fetch")
 
     def start(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
-        """Fetch ``keys``; the request appears in :meth:`take_finished` when that is over, well or badly."""
+        """Fetch ``keys``; the request appears in :meth:`take_finished` when the fetch has ended, successfully or
+        not."""
         self.release(request_id)
         fetch = _Fetch(keys, request_id)
         with self._lock:
@@ -71,17 +72,17 @@ class ChunkFetcher:
         self._finish(fetch)
 
     def bring_up(self, keys: Sequence[ChunkKey]) -> None:
-        """Fetch ``keys`` for whoever will need them next, if there is time for it."""
+        """Fetch ``keys`` for later requests, unless too many fetches are waiting."""
         if keys:
             self._submit(_Fetch(keys, None))
 
     def kept_for(self, request_id: str) -> Mapping[ChunkKey, Fetched]:
-        """What was fetched for a request and is in no fast tier."""
+        """Entries that were fetched for a request and are not in the fastest tier."""
         fetch = self._fetches.get(request_id)
         return {} if fetch is None else fetch.entries
 
     def release(self, request_id: str) -> None:
-        """The request no longer needs what was fetched for it, or never did."""
+        """Release a request's fetched entries, which it no longer needs."""
         with self._lock:
             fetch = self._fetches.pop(request_id, None)
             if fetch is None:
@@ -91,14 +92,14 @@ class ChunkFetcher:
         fetch.pins.close()
 
     def clear(self) -> None:
-        """The store is emptied: nothing that was fetched until now is used, nor what is just being read. Requests
-        still hear of the end of their fetches."""
+        """The store is emptied. Entries that were fetched, or are being read, are not used. The end of the fetches is
+        still reported."""
         with self._lock:
             for fetch in self._fetches.values():
                 self._drop(fetch)
 
     def _drop(self, fetch: _Fetch) -> None:
-        """Let go of a fetch's entries, and take no more. The lock is held."""
+        """Drop a fetch's entries, and accept no more. The caller holds the lock."""
         fetch.is_released = True
         self._held_bytes -= sum(taken_bytes(each.entry.data) for each in fetch.entries.values())
         fetch.entries = {}
@@ -112,7 +113,7 @@ class ChunkFetcher:
         return finished
 
     def close(self) -> None:
-        """Wait for the entries that are being read; leave the others."""
+        """Wait for entries that are being read, and cancel all other fetches."""
         with self._lock:
             running = list(self._fetches)
         for request_id in running:

@@ -1,4 +1,4 @@
-"""Computes chunks that are missing, and stores them."""
+"""Computes missing chunks, and stores them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ class _HalfFilled:
 
     digest: bytes
     tokens: list[int] = field(default_factory=list)
-    """Those of its context and its own that are computed."""
+    """Tokens of its context and its own that are computed or placed."""
     pieces: list[KV] = field(default_factory=list)
-    """Its KV until now, where blocks cannot be read."""
+    """Its KV until now, if blocks cannot be read."""
 
 
 class ChunkFiller:
@@ -71,11 +71,11 @@ class ChunkFiller:
         return entries
 
     def forget(self) -> None:
-        """Weights have changed: what is computed of a chunk that takes several steps is of no use."""
+        """Discard a chunk that is partly filled, because weights have changed."""
         self._half_filled = None
 
     def fill_in_background(self, fills: Sequence[ChunkFill], part: FillSlice | None) -> None:
-        """Fill chunks that requests lacked, and some of one that takes several steps."""
+        """Fill missing chunks, and a part of one that takes several steps."""
         if part is not None and not self._ranks.together(
             partial(self._fill_slice, part), "filling a part of a chunk"
         ):
@@ -90,7 +90,7 @@ class ChunkFiller:
         return self.fill(chunks, fill.context, fill.blocks)
 
     def _fill_slice(self, part: FillSlice) -> bool:
-        """Always true: it was done."""
+        """Compute a part of a chunk, and store the chunk after its last part. Always returns true: it was done."""
         placed = len(self._sink.tokens) if self._sink is not None else 0
         if self._sink is not None and part.start == placed:
             self._paged.place([(self._sink, 0)], part.blocks, 0)
@@ -98,7 +98,7 @@ class ChunkFiller:
         first = max(part.start, part.context_tokens)
         captures = not self._paged.can_read and run.end > first
         with self._timer.stage("fill", len(part.tokens)):
-            # All ranks have to, also one that failed in an earlier step and will store nothing.
+            # All ranks have to compute it, including a rank that failed in an earlier step and will store nothing.
             computed = self._paged.compute([run], [RunRange(0, first, run.end)] if captures else [])
         if part.start == placed:
             self._half_filled = _HalfFilled(part.digest, list(self._cache.sink[:placed]))
@@ -124,7 +124,7 @@ class ChunkFiller:
         self._stats.count_alike("tokens", "filled", tokens)
 
     def _stored(self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], kv: KV) -> ChunkKV:
-        """An entry, in the store if that will have it."""
+        """The entry, which is also stored if the store accepts it."""
         entry = self._cache.entry(key, tokens, context, *kv)
         try:
             self._cache.keep(entry)

@@ -1,4 +1,4 @@
-"""Loads requests: brings what the store has, chooses what is recomputed, computes that and all the rest."""
+"""Loads requests: places stored entries, chooses the tokens to recompute, computes those and all remaining tokens."""
 
 import logging
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Due:
-    """What is left to compute of a request before its question."""
+    """Tokens of a request before its question that are still to be computed."""
 
     runs: list[Run]
     system_remainder: Segment | None = None
-    """The end of the system prompt, to be stored once it is computed; in the first run."""
+    """The end of the system prompt, to be stored once it is computed. It is in the first run."""
 
 
 class ChunkLoader:
-    """Brings the KV of requests up to their questions into their blocks."""
+    """Loads the KV of requests, up to their questions, into their blocks."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class ChunkLoader:
         self._timer = timer
         self._stats = stats
         self.slices = Slices()
-        """What later steps are to compute."""
+        """Runs that later steps have to compute."""
 
     def load(self, loads: Sequence[ChunkLoad], slice_tokens: int) -> None:
-        """Bring positions ``load.start`` up to the question of each request into its blocks, after the next
-        ``slice_tokens`` of what earlier steps left. If that fails for a request, on any rank, it is prefilled as
-        plain vLLM would."""
+        """Load positions from ``load.start`` up to the question of each request into its blocks. Also compute the
+        next ``slice_tokens`` of each request that earlier steps left unfinished, before these. If loading a request
+        fails on any rank, it is prefilled as plain vLLM would."""
         if not loads and not self.slices:
             return
         with self._timer.stage("load"):
@@ -70,8 +70,8 @@ class ChunkLoader:
             self._compute(due)
 
     def _assemble(self, load: ChunkLoad, before: list[_Due], slice_tokens: int) -> list[_Due]:
-        """Put in place what the store can give of a request. Returns what is left to compute of this one and of those
-        ``before`` it in the step."""
+        """Place the stored entries of a request. Returns the tokens that are still to be computed, of this request
+        and of those ``before`` it in the step."""
         with ExitStack() as pins:
             brought = self._bringer.bring(load, pins)
             if brought is None:
@@ -80,7 +80,7 @@ class ChunkLoader:
             mine = _Due(_runs(load, fresh), brought.system_remainder)
             blend = self._blender.prepare(load, brought.moves)
             if blend is not None and blend.needs_context:
-                # Earlier requests', too: vLLM's prefix cache may have handed this one blocks that they are to
+                # Also for earlier requests: vLLM's prefix cache may have given this one blocks that they are to
                 # compute.
                 self._compute([*before, mine])
                 before, mine = [], _Due([])
@@ -95,14 +95,16 @@ class ChunkLoader:
         if mine.runs:
             wanted |= fresh
         else:
-            # Text behind a changed token was computed before it, to choose; it has to see what that became.
+            # Text behind a changed token was computed before the choice. It is computed again, to see the changed
+            # token.
             changed = blend.probe.first_changed(blended)
             wanted[changed:] |= fresh[changed:]
         return [*before, self._first_slice(load, _Due(_runs(load, wanted), mine.system_remainder), slice_tokens)]
 
     def _whole(self, load: ChunkLoad, reason: Fallback, slice_tokens: int) -> _Due:
-        """All of a request, as plain vLLM would compute it: whatever stands in its blocks is written again. That is
-        not left to vLLM (``get_block_ids_with_load_errors``): 0.26's V2 runner would go on with the bad blocks."""
+        """All tokens of a request, to be computed as plain vLLM would; its blocks are overwritten. This is not left
+        to vLLM (``get_block_ids_with_load_errors``), because the V2 runner of 0.26 would continue with the bad
+        blocks."""
         self._stats.count_alike("fallbacks", reason)
         return self._first_slice(load, _Due(_runs(load, self._fresh(load, []))), slice_tokens)
 
@@ -113,17 +115,17 @@ class ChunkLoader:
         self._stats.count_alike("tokens", "reused", moved - recomputed)
 
     def _first_slice(self, load: ChunkLoad, mine: _Due, slice_tokens: int) -> _Due:
-        """What of a request this step computes; later ones compute the rest."""
+        """The tokens of a request that this step computes; later steps compute the rest."""
         if not load.is_sliced:
             return mine
         now = self.slices.begin(load.request_id, mine.runs, None if load.writes_shared else slice_tokens)
         remainder = mine.system_remainder
         if remainder is not None and remainder.span.end > now[0].end:
-            remainder = None  # only what one step computes can be stored; another request will
+            remainder = None  # only what one step computes can be stored; another request will store it
         return _Due(now, remainder)
 
     def _fresh(self, load: ChunkLoad, brought: Sequence[Span]) -> np.ndarray:
-        """The tokens before the question that no entry brought, ``[tokens]`` bool."""
+        """The tokens before the question that no entry provides, ``[tokens]`` bool."""
         fresh = np.zeros(load.prompt.question.start, dtype=bool)
         at = self._first_fresh(load, brought)
         for span in brought:
@@ -133,17 +135,17 @@ class ChunkLoader:
         return fresh
 
     def _first_fresh(self, load: ChunkLoad, brought: Sequence[Span]) -> int:
-        """Where computing may start. If vLLM's prefix cache has the first tokens of a chunk, and no entry brings the
-        others, computing cannot start between them: layers with a sliding window may lack what comes before. The
-        chunk is then computed as a whole, also in blocks that other requests share: they become exact where they were
-        reused."""
+        """Position where computing may start. If vLLM's prefix cache has the first tokens of a chunk, and no entry
+        provides the others, computing cannot start inside the chunk: layers with a sliding window may lack KV of
+        earlier tokens. The whole chunk is then computed, including blocks that other requests share; these become
+        exact instead of reused."""
         for span in load.prompt.chunks:
             if span.start < load.start < span.end and span not in brought and self._paged.tails.cuts(len(span)):
                 return span.start
         return load.start
 
     def _compute(self, due: Sequence[_Due]) -> None:
-        """Compute all that is left of some requests in one go."""
+        """Compute all tokens that are due in one go."""
         runs: list[Run] = []
         ranges: list[RunRange] = []
         segments: list[Segment] = []
@@ -172,8 +174,9 @@ class ChunkLoader:
             self._stats.failed("store")
 
     def _compute_again(self, due: Sequence[_Due]) -> None:
-        """Compute what failed once more, one request after the other, which takes less memory. Runs are written as a
-        whole, so nothing is left of the first time. What fails twice fails as vLLM's own forward would."""
+        """Retry a failed computation, one request after the other, which takes less memory. Runs are written as a
+        whole, so nothing is left of the first attempt. A second failure is raised, like a failure of vLLM's own
+        forward."""
         self._stats.failed("compute")
         torch.cuda.empty_cache()
 

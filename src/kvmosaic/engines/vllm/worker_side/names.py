@@ -1,4 +1,4 @@
-"""What entries are named after besides their content, and where such names mean something."""
+"""The part of entries' names that does not depend on their content, and the tiers in which these names are valid."""
 
 import logging
 from collections.abc import Mapping
@@ -11,45 +11,45 @@ from kvmosaic.engines.vllm.worker_side.weights import EngineWeights
 logger = logging.getLogger(f"vllm.{__name__}")
 """A child of vLLM's logger, so that it inherits prefix, level and handlers."""
 
-UNKNOWN = "nobody can tell which weights this model has (%s): %s"
+UNKNOWN = "the weights of this model cannot be identified (%s): %s"
 
 
 class EntryNames:
-    """Names that depend on the weights. If nobody can tell those from others, names last no longer than the process:
-    tiers that do are left alone."""
+    """Names that depend on the weights. If the weights cannot be identified, names are valid only in this process,
+    and tiers that outlive it are not used."""
 
     def __init__(
         self, config: ChunkCacheConfig, weights: EngineWeights, made_by: Mapping[str, object], *, is_first: bool
     ) -> None:
-        """``made_by``: what else entries depend on; ``is_first``: whether this rank speaks for all."""
+        """``made_by``: everything else that entries depend on; ``is_first``: whether this rank logs for all."""
         self._weights = weights
         self._is_first = is_first
         self._made_by = made_by
         self.config = config
-        """The settings, less tiers of which nothing can be known from the start."""
+        """The settings, without disk and remote tiers if the weights are unknown at the start."""
         has_lasting = config.disk_path is not None or config.remote is not None
         self._without_lasting: TiersInUse = "none" if has_lasting else "all"
-        """Tiers to use while weights are unknown. Those that are open cannot be left out one by one."""
+        """Tiers to use while weights are unknown. Tiers that are open cannot be left out one by one."""
         if has_lasting and not weights.is_known:
             self.config = config.model_copy(update={"disk_path": None, "remote": None})
             self._without_lasting = "memory"
             self._complain("disk and remote tiers are not used")
         self.tiers: TiersInUse = "all"
         self.fingerprint: str | None = None
-        """``None`` while entries have no names."""
+        """Fingerprint in the names; ``None`` while entries have no names."""
         self._name()
 
     def have_changed(self) -> bool:
-        """Look at the weights again if need be; called by all ranks in the same step. Whether names are others
-        now."""
+        """Check the weights again if necessary, and return whether names have changed. Called by all ranks in the
+        same step."""
         if not self._weights.have_changed():
             return False
         was_open = self.tiers != "none"
         self._name()
         if self.tiers != "none":
-            logger.info("weights have changed; chunks of the new ones are kept apart from those before")
+            logger.info("weights have changed; chunks of the old weights are not reused with the new ones")
         elif was_open:
-            self._complain("nothing is reused until that is known")
+            self._complain("nothing is reused until they can be")
         return True
 
     def _name(self) -> None:

@@ -1,4 +1,5 @@
-"""Worker side of exact prefix blocks: KV that vLLM computed, into the store and back to where it was."""
+"""Worker side of exact prefix blocks: saves KV that vLLM computed to the store, and loads it back at the same
+positions."""
 
 import logging
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class PrefixLoader:
         self._stats = stats
 
     def save(self, saves: Sequence[PrefixSave]) -> None:
-        """Store what requests computed. What cannot be stored is computed again by the next request that needs it."""
+        """Store segments that requests computed. A segment that cannot be stored is computed again by the next
+        request that needs it."""
         if not self._paged.can_read:
             return
         for save in saves:
@@ -59,8 +61,8 @@ class PrefixLoader:
             self._stats.failed("store")
 
     def load(self, load: PrefixLoad) -> None:
-        """Bring positions ``load.start`` up to the end of the tokens into the request's blocks. What the store turns
-        out not to have is computed."""
+        """Load positions from ``load.start`` to the end of the tokens into the request's blocks. They are computed if
+        the store turns out not to have all of them."""
         keys = [self._cache.key_of_hash(digest, load.segment_tokens) for digest in load.digests]
         wanted = range(load.start // load.segment_tokens, len(keys))
         with ExitStack() as pins:
@@ -86,14 +88,14 @@ class PrefixLoader:
             if self._ranks.all_have([is_placed])[0]:
                 self._stats.count_alike("tokens", "loaded", len(load.tokens) - load.start)
                 return
-        # Blocks that vLLM's prefix cache has of a segment may lack what tokens behind them see in sliding windows.
+        # A segment's blocks in vLLM's prefix cache may lack KV that tokens behind them see in sliding windows.
         first = (
             load.start // load.segment_tokens * load.segment_tokens
             if self._paged.tails.cuts(load.segment_tokens)
             else load.start
         )
         run = Run(load.tokens[first:], first, load.blocks)
-        for _ in range(2):  # what fails twice fails as vLLM's own forward would
+        for _ in range(2):  # a second failure is raised, like a failure of vLLM's own forward
             if self._ranks.together(lambda: self._paged.compute([run], []), "computing a prefix") is not None:
                 break
             self._stats.failed("compute")

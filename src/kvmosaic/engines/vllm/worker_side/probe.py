@@ -1,4 +1,4 @@
-"""What a policy sees of a request in vLLM."""
+"""A policy's view of a request in vLLM."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ from kvmosaic.kernels.scores import attention_weights
 
 
 class VllmProbe(AssembledPrompt):
-    """Probes run through the sparse forward and stop at the last layer they need. Before the first one, all tokens in
-    no chunk before the question have to be computed."""
+    """Probes run through the sparse forward and stop at the last layer they need. Before the first probe, all tokens
+    before the question that are in no chunk have to be computed."""
 
     def __init__(
         self,
@@ -29,20 +29,22 @@ class VllmProbe(AssembledPrompt):
         paged: RequestBlocks,
         ranks: Ranks,
     ) -> None:
-        """``moves`` are the entries that stand in the load's blocks, and where."""
+        """``moves``: the entries in the load's blocks, and their positions."""
         spans = tuple(Span(at, at + len(entry.tokens)) for entry, at in moves)
         prompt = ChunkedPrompt(load.prompt.token_ids, spans)
         super().__init__(prompt, load.prompt.question, len(forward.kv), forward.kv.full)
         self.computed_layer: int | None = None
-        """Up to this layer all chunk tokens were computed."""
+        """Layer up to which all chunk tokens were computed, if they were."""
         self._blocks = [(*row, *load.spare) for row in load.blocks]
-        """They also cover the part of the question that is probed; those below ``start`` are not written to."""
+        """Block ids, per KV cache group. They also cover the part of the question that is probed; blocks below
+        ``start`` are not written to."""
         self._start = load.start
         self._moves = moves
         self._forward = forward
         self._paged = paged
         self._ranks = ranks
-        # When vLLM was too short of blocks to lend some, or was not asked to, fewer tokens can be asked, or none.
+        # If vLLM had too few blocks to lend, or was not asked to, fewer tokens of the question can be probed, or
+        # none.
         room = len(self._blocks[0]) * forward.kv.block_sizes[0]
         self.asked = Span(self.asked.start, max(self.asked.start, min(self.asked.end, room)))
 
@@ -51,7 +53,7 @@ class VllmProbe(AssembledPrompt):
         queries: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            queries[index].append(q.clone())  # the next layers may use its memory again
+            queries[index].append(q.clone())  # the next layers may reuse its memory
 
         self._forward.probe([self._run(self.asked.start, self.asked.end)], layers, observe)
         self.charged += len(self.asked) * (layers[-1] + 1)
@@ -68,7 +70,7 @@ class VllmProbe(AssembledPrompt):
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             fresh.append((k if part == "k" else v).transpose(0, 1).clone())
 
-        # Before others are written in its place.
+        # Read before it is overwritten.
         reused = next(self._paged.reused(self._moves, self._blocks, [layer], part))
         self.compute_chunks(layer, observe)
         positions = self.positions()
@@ -87,8 +89,8 @@ class VllmProbe(AssembledPrompt):
         return layer
 
     def first_changed(self, recomputed: np.ndarray) -> int:
-        """The first position whose KV is no longer what stood there before the choice, if ``recomputed``
-        (positions, ascending) were chosen."""
+        """The first position whose KV is no longer that from before the choice, if the positions ``recomputed``
+        (ascending) were chosen."""
         if self.computed_layer is not None:
             return self._first_computed
         return int(recomputed[0]) if len(recomputed) else self.prompt.question.start

@@ -1,4 +1,4 @@
-"""The start-up gate's trial inside vLLM. It runs when the KV cache was made and no block of it is in use yet."""
+"""The start-up gate's trial inside vLLM. It runs when the KV cache exists and no block of it is in use yet."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,7 +16,7 @@ from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 
 RUN_TOKENS = 7
-"""Tokens of each run that is recomputed, a virtual sequence of its own."""
+"""Number of tokens of each recomputed run, which is a virtual sequence of its own."""
 
 
 def self_test(
@@ -42,7 +42,8 @@ def self_test(
 
 class VllmTrial:
     """One prompt, computed in all the ways that have to agree. Outputs are last hidden states ``[question tokens,
-    hidden]``, those of the first rank on every rank: all have to come to the same verdict and the same next step."""
+    hidden]``. Every rank uses those of the first rank, because all ranks have to reach the same verdict and the same
+    next step."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class VllmTrial:
         self._forward = forward
         self._kv = blocks
         self._ranks = ranks
-        # Block 0 is never used. Backwards, so that a block is not found by counting.
+        # Block 0 is never used. The others are in descending order, so that code that just counts blocks fails.
         length = len(prompt.token_ids)
         self._blocks = [list(range(-(-length // size), 0, -1)) for size in forward.kv.block_sizes]
 
@@ -78,14 +79,15 @@ class VllmTrial:
         return self._outputs([self._prompt.system, self._prompt.question])
 
     def in_place(self, shift: int) -> torch.Tensor:
-        """Captured and written by vLLM's own means, and not by the kernel that otherwise does both."""
+        """Chunks computed at their own positions. Their KV is captured and written by vLLM's own code, and not by the
+        kernel that otherwise does both."""
         forward, prompt, context = self._forward, self._prompt, self._context
         computed = []
         for span in prompt.chunks:
             run = Run([*context, *prompt.tokens_of(span)], 0, self._blocks)
             k, v = forward.capture([run], shift=span.start - len(context) + shift)
             computed.append((span, k[:, len(context) :], v[:, len(context) :]))
-        for span, k, v in computed:  # only now: they were computed in the same blocks
+        for span, k, v in computed:  # only now, because they were computed in the same blocks
             slots = forward.kv.slots(torch.arange(span.start, span.end, device=forward.kv.device), self._blocks)
             for index, layer in enumerate(forward.kv.layers):
                 forward.kv.write(layer, k[index], v[index], slots)
@@ -106,7 +108,7 @@ class VllmTrial:
         self._kv.place(list(zip(self._entries, starts, strict=True)), self._blocks, 0)
 
     def _outputs(self, spans: Sequence[Span], shift: int = 0) -> torch.Tensor:
-        """Compute these tokens, the question's being the last of them."""
+        """Compute these tokens, of which the question's come last, and return the question's outputs."""
         runs = [Run(self._prompt.tokens_of(span), span.start, self._blocks) for span in spans]
         hidden = self._forward.outputs(runs, shift)[-len(self._prompt.question) :]
         return self._ranks.first(hidden.float().cpu())

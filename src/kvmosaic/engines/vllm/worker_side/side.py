@@ -1,4 +1,4 @@
-"""The worker's side as a whole: what it is made of, the order of a step, what it reports."""
+"""The worker's side as a whole: its parts, the order of a step, its reports."""
 
 import logging
 from collections.abc import Collection
@@ -46,7 +46,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class WorkerSide:
-    """One tensor-parallel rank. It is made when vLLM's KV cache is there and no block of it is in use yet."""
+    """One tensor-parallel rank. It is created when vLLM's KV cache exists and no block of it is in use yet."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class WorkerSide:
         self.ranks = Ranks(self._model, len(kv))
         self.stats = ChunkStats(rank=self.ranks.rank)
         self.timer = StageTimer(self.stats, kv.device)
-        # Where our kernels can read the cache, entries come in beside the engine's stream, and attention has tiles.
+        # If our kernels can read the cache, entries are copied beside the engine's stream, and attention can use
+        # tiles.
         caches, metadata = readable_caches(kv), MetadataBuilder(vllm_config, kv_cache_config, kv.device)
         tiles = None
         self._arrivals: LayerArrivals | None = None
@@ -74,7 +75,7 @@ class WorkerSide:
             vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles
         )
         self.rotary = measure_rotary(self.forward, runner.model)
-        """How the keys of each layer turn."""
+        """Rotation of the keys of each layer."""
         tail = setup.shape.window_tail
         kv_format = kv.format(self._model.dtype, WHOLE if tail is None else WindowTails(kv.windowed, tail))
         paged: RequestBlocks | None = None
@@ -97,7 +98,7 @@ class WorkerSide:
             is_first=self.ranks.rank == 0,
         )
         sink = None
-        if setup.learned is not None:  # before anything is opened: it may be another model's
+        if setup.learned is not None:  # before the store is opened: the sink may be another model's
             sink = sink_entry(setup.learned, self._model, self.forward, self.ranks, kv_format)
         self.cache = self._open_cache(device_pool, kv_format)
         self.documents = StoredDocuments(self.cache)
@@ -125,12 +126,12 @@ class WorkerSide:
         self.prefixes = PrefixLoader(self.cache, self.fetcher, self.paged, self.ranks, self.timer, self.stats)
         self._counted = self.cache.store.event_counts()
         self._tells_all = True
-        """Whether the scheduler has to hear of everything that is stored: it knows nothing, or nothing that is
-        true."""
+        """Whether the next report has to list all stored entries, because the scheduler knows none of them, or
+        outdated ones."""
         self._fetched: dict[str, float] = {}
-        """Requests whose fetch is over, and how long it took, that the scheduler has not heard of."""
+        """Requests whose fetch is over but not reported to the scheduler yet, and how many seconds it took."""
         self.off_reason: str | None = None
-        """Why nothing may be reused: the scheduler is told so, and hands out no work."""
+        """Why nothing may be reused, if so. The scheduler is told, and hands out no work."""
         if setup.config.self_test:
             self.off_reason = self_test(
                 self._model,
@@ -152,11 +153,11 @@ class WorkerSide:
             self.blender.clear()
             self._filler.forget()
             self._tells_all = True
-        # What was planned before the scheduler heard of new weights may stand on KV of the old ones.
+        # Work that was planned before the scheduler heard of new weights may rely on KV of the old ones.
         is_stale = work.weights != self.weights.changes
         is_closed = self.names.tiers == "none"
         if not is_stale and not is_closed:
-            self.prefixes.save(work.prefix_saves)  # first: whatever comes now may write to the same blocks
+            self.prefixes.save(work.prefix_saves)  # first: everything below may write to the same blocks
         if work.clear:
             self.clear()
         for missed in work.missed:
@@ -165,7 +166,7 @@ class WorkerSide:
         for request_id in work.released:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
-            if is_closed:  # which the scheduler does not know yet
+            if is_closed:  # the scheduler does not know this yet
                 self._fetched[fetch.request_id] = 0.0
                 continue
             keys = [self.cache.key_of_hash(*chunk) for chunk in fetch.chunks]
@@ -186,28 +187,29 @@ class WorkerSide:
         self.fetcher.clear()
         try:
             self.cache.clear()
-        except Exception:  # what is left is still what it says it is
+        except Exception:  # entries that are left are still valid
             logger.exception("could not forget all chunks")
             self.stats.failed("clear")
 
     def wait_for_layer(self, name: str) -> None:
-        """Have the GPU wait for what is on its way into a layer."""
+        """Make the GPU wait for entries that are being copied into a layer."""
         layer = self.forward.kv.index_of.get(name)
         if self._arrivals is not None and layer is not None:
             self._arrivals.wait(layer)
 
     def wait_for_all(self) -> None:
-        """Likewise for all layers."""
+        """Make the GPU wait for entries that are being copied into any layer."""
         if self._arrivals is not None:
             self._arrivals.wait_for_all()
 
     def take_loaded(self, finished: Collection[str]) -> set[str]:
-        """Requests whose slices are all computed since the last call; ``finished`` ones need no more."""
+        """Requests whose last slice was computed since the last call. ``finished`` requests need no further
+        slices."""
         return self.loader.slices.take_done(finished)
 
     def take_report(self) -> StepReport | None:
-        """What the scheduler should know of this rank, if there is news; all that is stored, the first time."""
-        # In this order: a scheduler that hears that a fetch is over has to hear of what it brought.
+        """This rank's report to the scheduler, if there is news. The first one lists all stored entries."""
+        # Fetches come first: a report that says that a fetch is over has to include the entries that it brought.
         self._fetched |= self.fetcher.take_finished()
         try:
             is_all, changes = self._tells_all, self.cache.take_changes()
@@ -218,7 +220,7 @@ class WorkerSide:
                 changes = dict(self.cache.present())
             lines = {str(stage): cost.line() for stage, cost in self.timer.costs.items()}
         except Exception:
-            logger.exception("could not tell the scheduler what is stored; it is told all of it next time")
+            logger.exception("could not report stored entries to the scheduler; the next report lists all of them")
             self.stats.failed("statistics")
             self._tells_all, is_all, changes, lines = True, False, {}, {}
         else:
@@ -294,4 +296,4 @@ class WorkerSide:
         writer = "kvmosaic's kernel" if isinstance(self.paged, KernelBlocks) else "the backend's writer"
         logger.info("chunk cache on for %s: %s; chunks placed by %s", self._model.served_model_name, tiers, writer)
         if config.prefix_blocks and not self.paged.can_read:
-            logger.warning("prefix_blocks: this attention backend's cache cannot be read back; none are stored")
+            logger.warning("prefix_blocks: no prefix is stored, as this attention backend's cache cannot be read")

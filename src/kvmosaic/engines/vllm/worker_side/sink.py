@@ -1,4 +1,4 @@
-"""A learned sink on one rank: an entry that fills place before their chunks."""
+"""A learned sink on one rank, as an entry that fills place before their chunks."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from kvmosaic.engines.vllm.forward.sparse import SparseForward
 def sink_entry(
     learned: LearnedSink, model: Any, forward: SparseForward, ranks: Ranks, kv_format: KVFormat
 ) -> ChunkKV:
-    """What this rank holds of a learned sink, as an entry at the first positions. Raises :class:`ConfigError` on all
-    ranks if it was learned for another model, or if ranks read different ones; ``model`` is vLLM's
+    """This rank's part of a learned sink, as an entry at the first positions. Raises :class:`ConfigError` on all
+    ranks if the sink was learned for another model, or if ranks read different sinks. ``model`` is vLLM's
     ``ModelConfig``."""
     tokens = witness_tokens(model.get_vocab_size())
     _, v = forward.capture([Run(tokens, 0, forward.kv.free_blocks)])

@@ -1,4 +1,4 @@
-"""What is left to compute of requests that are loaded in several steps."""
+"""The remaining runs of requests that are loaded in several steps."""
 
 from collections.abc import Collection
 
@@ -6,7 +6,7 @@ from kvmosaic.engines.vllm.forward.runs import Run, cut
 
 
 class Slices:
-    """Hands out the runs of requests in order, some tokens at a time, and says whose are all done."""
+    """Hands out the runs of requests in order, some tokens at a time, and says which requests are done."""
 
     def __init__(self) -> None:
         self._left: dict[str, list[Run]] = {}
@@ -17,7 +17,8 @@ class Slices:
         return bool(self._left)
 
     def begin(self, request_id: str, runs: list[Run], room: int | None) -> list[Run]:
-        """The first ``room`` tokens of a request's runs, or all of them; the others are kept."""
+        """The first ``room`` tokens of a request's runs, or all of them if it is ``None``. The other tokens are
+        kept."""
         now, later = (runs, []) if room is None else cut(runs, room)
         if later:
             self._left[request_id] = later
@@ -31,7 +32,8 @@ class Slices:
         return [self.begin(request_id, runs, room) for request_id, runs in list(self._left.items())]
 
     def take_done(self, unwanted: Collection[str]) -> set[str]:
-        """Requests of which nothing is left since the last call. Those ``unwanted`` need no more."""
+        """Requests that were completed since the last call. Requests that are ``unwanted`` need no more tokens, and
+        count as completed."""
         for request_id in self._left.keys() & set(unwanted):
             self.begin(request_id, [], 0)
         done, self._done = self._done, set()

@@ -1,4 +1,4 @@
-"""Which weights this engine computes with: KV of other ones is other KV."""
+"""Which weights this engine computes with: other weights give other KV."""
 
 import hashlib
 import logging
@@ -16,45 +16,48 @@ from kvmosaic.models.digest import weights_digest
 logger = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 64 * 1024
-"""Maximum bytes of each parameter that are looked at."""
+"""Maximum number of bytes that are sampled of each parameter."""
 
 
 class EngineWeights:
     """The identity of the weights, the same on all ranks.
 
-    It is the content of the files they came from, while that is known: so engines of any tensor-parallel size share
-    KV. When something else is in memory than at the start, it is a digest of that."""
+    It is the content of the files that they came from, if that is known, so that engines of any tensor-parallel size
+    share KV. Otherwise, or if the weights in memory are no longer those from the start, it is a digest of the weights
+    in memory."""
 
     def __init__(self, vllm_config: Any, model: Any, ranks: Ranks) -> None:
         self._model = model
         self._ranks = ranks
         self._may_have_changed = False
         self.problem: str | None = None
-        """Why nobody can tell what is in memory, if so."""
+        """Why the weights in memory cannot be identified, if so."""
         self._at_start = self._loaded = self._look()
         self._files = ranks.first(self._digest_files(vllm_config) if ranks.rank == 0 else None)
         self.changes = 0
-        """How often they became other ones. Never the same number for weights before and after a change, also if
-        those before it come back."""
+        """Number of changes. It also grows if earlier weights come back, so it is never the same before and after a
+        change."""
         self.identity: object = self._identify()
         self._watch()
 
     @property
     def is_known(self) -> bool:
-        """Whether they can be told from others. Files say nothing once something else may have been loaded."""
+        """Whether the weights can be distinguished from others. Files say nothing once other weights may have been
+        loaded."""
         return self._loaded is not None or (self._files is not None and not self.changes)
 
     @property
     def digest(self) -> str:
-        """What other engines with these weights call them, too."""
+        """Digest of the weights, the same in other engines that have them."""
         return hashlib.sha256(repr(self.identity).encode()).hexdigest()
 
     def may_have_changed(self) -> None:
-        """Look again before the next use of KV."""
+        """Have the weights checked again before the next use of KV."""
         self._may_have_changed = True
 
     def have_changed(self) -> bool:
-        """Look again if need be, on any rank; called by all of them in the same step. Whether they are others now."""
+        """Check the weights again if any rank has to, and return whether they have changed. Called by all ranks in
+        the same step."""
         if self._ranks.all_have([not self._may_have_changed])[0]:
             return False
         self._may_have_changed = False
@@ -73,8 +76,8 @@ class EngineWeights:
         return "loaded", self._loaded
 
     def _look(self) -> str | None:
-        """A digest of what all ranks have in memory; ``None`` if one of them cannot tell."""
-        mine, problem = None, "there is nothing to look at"
+        """Digest of the weights that all ranks have in memory; ``None`` if a rank cannot compute its own."""
+        mine, problem = None, "no weights can be read from memory"
         try:
             mine = sampled_digest(loaded_tensors(self._model), SAMPLE_BYTES)
         except Exception as error:
@@ -91,11 +94,11 @@ class EngineWeights:
             return None if where is None else weights_digest(*where)
         except Exception:
             if self._loaded is not None:
-                logger.exception("could not read the files of weights; they are known by what was loaded instead")
+                logger.exception("could not read the weight files; weights are identified by what is in memory")
             return None
 
     def _watch(self) -> None:
-        """Notice when somebody hands the model weights directly, as reinforcement learning does."""
+        """Notice when the model is given weights directly, as reinforcement learning does."""
         load = getattr(self._model, "load_weights", None)
         if load is None:
             return
