@@ -322,7 +322,7 @@ def test_window_in_every_layer(tmp_path, no_vllm):
 def test_latent_attention(tmp_path, no_vllm):
     latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     rows = rows_of(folder(tmp_path, model_type="deepseek_v2", **latent))
-    assert rows["latent attention"][0] == "warn"
+    assert rows["model"][1].endswith("one latent of 32 + 8 (MLA)")
     # 3 layers x (32 + 8) columns x 2 bytes
     assert rows["KV in bfloat16"][1] == "0.2 KiB a token; tokens that fit: host 8,947,848"
 

@@ -83,6 +83,14 @@ def tiny_gemma(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_deepseek(tmp_path_factory):
+    """With a latent that all heads share; without a tokenizer."""
+    from tests.engines.vllm.tiny import write_tiny_deepseek
+
+    return write_tiny_deepseek(tmp_path_factory.mktemp("models") / "deepseek")
+
+
+@pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory, smollm2_folder):
     """SmolLM2's tokenizer, and enough layers for every policy."""
     from tests.engines.vllm.tiny import write_tiny_text

@@ -12,7 +12,6 @@ from vllm import RequestOutput, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.core.config import load_config
-from kvmosaic.engines.vllm.compat.layers import paged_cache
 from kvmosaic.engines.vllm.scheduler_side import backlog, waiting
 from kvmosaic.vllm import LLM
 
@@ -212,7 +211,7 @@ def forget_fast_copies() -> None:
 
 def paged_caches() -> list[torch.Tensor]:
     """vLLM's KV cache, layer by layer."""
-    return [paged_cache(layer) for layer in worker_side().forward.kv.layers]
+    return [layer.cache for layer in worker_side().forward.kv.layers]
 
 
 def fill_alone(context: Sequence[int], tokens: Sequence[int]) -> Any:

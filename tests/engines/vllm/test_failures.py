@@ -68,6 +68,11 @@ def once(function):
     return failing
 
 
+def attention(side):
+    """The backend of a layer in the middle."""
+    return side.forward.kv.layers[1].module.impl
+
+
 WORKER = {
     "lookup": lambda side: (side.cache.store, "lookup", fail),
     "pin": lambda side: (side.cache.store, "pin", fail),
@@ -76,7 +81,7 @@ WORKER = {
     "place": lambda side: (side.paged, "place", fail),
     "probe": lambda side: (side.forward, "probe", fail),
     "compute": lambda side: (side.paged, "compute", once(side.paged.compute)),
-    "model": lambda side: (side.forward.kv.layers[1].impl, "forward", once(side.forward.kv.layers[1].impl.forward)),
+    "model": lambda side: (attention(side), "forward", once(attention(side).forward)),
     "put": lambda side: (side.cache.store, "put", fail),
     "statistics": lambda side: (side.cache.store, "held", fail),
     "changes": lambda side: (side.cache.store, "take_changes", fail),

@@ -48,7 +48,7 @@ def first_tokens_left_out(patch):
             kv = self._forward.kv
             slots = kv.slots(torch.arange(at, at + 4, device=kv.device), row)
             for layer in kv.layers:
-                shape = (4, layer.num_kv_heads, layer.head_size)
+                shape = (4, layer.kv_heads, layer.k_dim)
                 nothing = torch.zeros(shape, dtype=entry.format.dtype, device=kv.device)
                 kv.write(layer, nothing, nothing, slots)
 

@@ -106,8 +106,9 @@ def test_supported(build, arguments):
     assert unsupported(build(LLAMA, **arguments)) == []
 
 
-def test_a_mixture_of_experts_on_one_rank_is_supported(build):
-    assert unsupported(build(MIXTRAL)) == []
+@pytest.mark.parametrize("model", [MIXTRAL, LATENT], ids=["mixture of experts", "mla"])
+def test_other_models_that_are_supported(build, model):
+    assert unsupported(build(model)) == []
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_a_mixture_of_experts_on_one_rank_is_supported(build):
         (WHISPER, {}, "encoder-decoder"),
         (MAMBA, {}, "without attention"),
         (HYBRID, {}, "recurrent state"),
-        (LATENT, {}, "MLA"),
+        ({**LATENT, "index_topk": 4}, {}, "index"),
     ],
     ids=[
         "pipeline",
@@ -140,7 +141,7 @@ def test_a_mixture_of_experts_on_one_rank_is_supported(build):
         "encoder-decoder",
         "mamba",
         "hybrid",
-        "mla",
+        "sparse-mla",
     ],
 )
 def test_refused(build, model, arguments, named):

@@ -160,7 +160,7 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, tiny_text, to
         mirror = [list(range(free, free + len(blocks[0])))]
         mirror_slots = kv.slots(positions.to(kv.device), mirror)
         for index, layer in enumerate(kv.layers):
-            cache = layer.kv_cache
+            cache = layer.cache
             cache[mirror[0]] = cache[list(blocks[0])]
             before = cache[mirror[0]].clone()
             rows = (part[index, :, positions].transpose(0, 1).contiguous().to(kv.device) for part in (k, v))

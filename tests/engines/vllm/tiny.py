@@ -6,7 +6,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 VOCABULARY = 512
 WINDOW = 60
@@ -58,6 +66,41 @@ def write_tiny_gemma(folder: Path, window: int) -> str:
         eos_token_id=2,
     )
     return write_model(folder, Gemma3ForCausalLM(config))
+
+
+def write_tiny_deepseek(folder: Path) -> str:
+    """Multi-head latent attention, of the sizes that vLLM has a kernel for on CPUs and on GPUs."""
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=8,
+        first_k_dense_replace=3,  # as many as there are layers: no experts
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+        # Real checkpoints have yarn. With the default table, vLLM's kernel for CPUs is wrong (0.32).
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 512,
+        },
+    )
+    return write_model(folder, DeepseekV2ForCausalLM(config))
 
 
 def write_model(folder: Path, model: PreTrainedModel) -> str:

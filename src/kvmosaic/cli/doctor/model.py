@@ -106,10 +106,7 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, process
         kv_heads, k_dim, v_dim = 1, latent, text.qk_rope_head_dim
     shape = f"one latent of {k_dim} + {v_dim} (MLA)" if latent else f"{kv_heads} KV heads of {k_dim}"
     yield Row("model", "ok", f"{architecture}, {text.num_hidden_layers} layers, {shape}")
-    if latent:
-        advice = "the vLLM engine does not support MLA yet; use the embedded engine (kvmosaic.hf)"
-        yield Row("latent attention", "warn", "embedded engine only", advice)
-    elif processes > 1:
+    if processes > 1 and not latent:  # of a latent, every rank has all
         yield _tensor_parallel(kv_heads, processes)
     yield _positions(config, text)
     yield from _layer_kinds(text)

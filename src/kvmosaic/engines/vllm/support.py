@@ -72,10 +72,10 @@ def _model_problems(model: Any) -> list[str]:
             "layers with a recurrent state (Mamba, linear attention) mix all earlier tokens into it, which cannot be "
             "cut into chunks; use a model with attention in every layer"
         )
-    if model.use_mla:
+    if hasattr(model.hf_text_config, "index_topk"):
         problems.append(
-            "multi-head latent attention (MLA) is not supported inside vLLM yet; "
-            "use the embedded engine (kvmosaic.hf) for this model"
+            "sparse latent attention (DeepSeek V3.2) keeps a second cache for its index, which chunks do not hold; "
+            "use a model without it"
         )
     return problems
 

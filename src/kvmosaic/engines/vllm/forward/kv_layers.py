@@ -8,7 +8,7 @@ import torch
 
 from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.window import WindowTails
-from kvmosaic.engines.vllm.compat.layers import attention_layers, has_shared_caches, window_of, write_kv
+from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_layers, has_shared_caches
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
 
 
@@ -18,11 +18,11 @@ class KVLayers:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, device: torch.device) -> None:
         groups = kv_cache_config.kv_cache_groups
         self.device = device
-        self.layers: list[Any] = attention_layers(vllm_config, kv_cache_config)
+        self.layers: list[KVLayer] = attention_layers(vllm_config, kv_cache_config)
         self.num_blocks: int = kv_cache_config.num_blocks
         self.block_sizes: list[int] = [group.kv_cache_spec.block_size for group in groups]
         """Tokens per block, per KV cache group."""
-        self.index_of: dict[str, int] = {layer.layer_name: index for index, layer in enumerate(self.layers)}
+        self.index_of: dict[str, int] = {layer.name: index for index, layer in enumerate(self.layers)}
         """Index of each layer, by vLLM's name of it."""
         self.has_shared_caches = has_shared_caches(vllm_config)
         """Whether the model has further attention layers, which read the caches of these."""
@@ -34,7 +34,7 @@ class KVLayers:
     @cached_property
     def full(self) -> tuple[int, ...]:
         """Layers whose attention reaches every earlier token."""
-        return tuple(index for index, layer in enumerate(self.layers) if window_of(layer) is None)
+        return tuple(index for index, layer in enumerate(self.layers) if layer.window is None)
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class KVLayers:
     def format(self, dtype: torch.dtype, tails: WindowTails) -> KVFormat:
         """Format of this rank's entries of these layers."""
         layer = self.layers[0]
-        return KVFormat(len(self), layer.num_kv_heads, layer.head_size, layer.head_size_v, dtype, tails)
+        return KVFormat(len(self), layer.kv_heads, layer.k_dim, layer.v_dim, dtype, tails)
 
     @property
     def free_blocks(self) -> list[range]:
@@ -53,6 +53,12 @@ class KVLayers:
 
     def make_pass(self, runs: Sequence[Run]) -> Pass:
         return Pass(runs, self.block_sizes, self.device)
+
+    def short_first(self, work: Pass) -> Pass:
+        """The pass with its runs in the order in which backends are fastest."""
+        if not self.layers[0].prefers_short_first:
+            return work
+        return self.make_pass(sorted(work.runs, key=lambda run: len(run.tokens)))
 
     def slots(self, positions: torch.Tensor, blocks: Sequence[Sequence[int]]) -> torch.Tensor:
         """Slot of each position ``[tokens]`` of a sequence, ``[groups, tokens]``."""
@@ -64,7 +70,7 @@ class KVLayers:
             ]
         )
 
-    def write(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store K and V ``[tokens, heads, dim]`` of one layer at ``slots`` ``[groups, tokens]``; the backend chooses
         the memory order."""
-        write_kv(layer, k, v, slots[self._group_of[layer.layer_name]])
+        layer.write(k, v, slots[self._group_of[layer.name]])

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvmosaic.engines.vllm.compat.graphs import graph_context, graph_inputs, graph_size
-from kvmosaic.engines.vllm.compat.layers import attention_by
+from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_by
 from kvmosaic.engines.vllm.compat.running import no_adapters, set_forward_context
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
@@ -69,7 +69,8 @@ class SparseForward:
     def run(self, runs: Sequence[Run]) -> None:
         """Compute all runs. Runs of one sequence come in ascending order, so that passes build on each other."""
         for work in self._passes(runs):
-            self._forward(work, graphs=True)
+            # The order of runs within a pass is free: all K and V are written before any are read.
+            self._forward(self.kv.short_first(work), graphs=True)
 
     def outputs(self, runs: Sequence[Run], shift: int = 0) -> torch.Tensor:
         """Compute all runs and return the last hidden states ``[tokens, hidden]``. CUDA graphs are not used, because
@@ -147,9 +148,9 @@ class SparseForward:
         inputs = _padded(work.token_ids, padding), _padded(positions, padding)
 
         def attend(
-            layer: Any, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
+            layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
         ) -> None:
-            index = self.kv.index_of[layer.layer_name]
+            index = self.kv.index_of[layer.name]
             wait_for(layer)  # it may use K and V of another layer
             if observe is not None and index in observed:
                 observe(index, q[:count], k[:count], v[:count])
@@ -158,9 +159,9 @@ class SparseForward:
             else:
                 tiles.attend(layer, q[:count], queries, out[:count])
 
-        def wait_for(layer: Any) -> None:
+        def wait_for(layer: KVLayer) -> None:
             if self._arrivals is not None:
-                self._arrivals.wait(self.kv.index_of[layer.layer_name])
+                self._arrivals.wait(self.kv.index_of[layer.name])
 
         everywhere = queries is not None or (self._arrivals is not None and self._arrivals.is_pending)
         # Only the layers that need it: between CUDA graphs, every call in Python counts.

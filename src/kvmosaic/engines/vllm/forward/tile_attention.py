@@ -6,17 +6,10 @@ the backend is faster. By how much is measured at start, with the GPU, model and
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from kvmosaic.engines.vllm.compat.layers import (
-    attend_by_backend,
-    is_plain_attention,
-    paged_cache,
-    softmax_scale,
-    window_of,
-)
+from kvmosaic.engines.vllm.compat.layers import HeadsLayer, KVLayer
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
 from kvmosaic.engines.vllm.forward.ranks import Ranks
@@ -35,9 +28,9 @@ class TileAttention:
         layer = kv.layers[0]
         self.slowdown = slowdown
         self._device = kv.device
-        self._group = layer.num_heads // layer.num_kv_heads
+        self._group = layer.heads // layer.kv_heads
         self._tokens = ROWS // self._group
-        self._at_once = key_ranges_at_once(kv.device, layer.num_kv_heads)
+        self._at_once = key_ranges_at_once(kv.device, layer.kv_heads)
 
     @classmethod
     def measure(
@@ -45,7 +38,7 @@ class TileAttention:
     ) -> "TileAttention | None":
         """Measure the slowdown. Returns ``None`` if our kernel does not support the layers' attention. To be called
         before any block is in use; ``max_tokens`` is the maximum length of a sequence."""
-        is_plain = all(map(is_plain_attention, kv.layers)) and len({layer.num_heads for layer in kv.layers}) == 1
+        is_plain = all(layer.is_plain for layer in kv.layers) and len({layer.heads for layer in kv.layers}) == 1
         if not is_plain or kv.has_shared_caches:  # layers that share one would get no metadata, and compute nothing
             return None
         tiles = cls(kv)
@@ -64,12 +57,13 @@ class TileAttention:
         asking = [Asking(positions, blocks[0]) for positions, blocks in sequences]
         return Queries.of(asking, self._group, self._device, self._at_once)
 
-    def attend(self, layer: Any, q: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:
+    def attend(self, layer: KVLayer, q: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:
         """Attention of ``q`` ``[tokens, heads, dim]`` over a layer's cache, into ``out``."""
-        sparse_attention(q, paged_cache(layer), queries, softmax_scale(layer), window_of(layer), out)
+        sparse_attention(q, layer.cache, queries, layer.scale, layer.window, out)
 
     def _measure(self, kv: KVLayers, metadata: MetadataBuilder, max_tokens: int) -> float:
         layer, size = kv.layers[kv.full[0] if kv.full else 0], kv.block_sizes[0]
+        assert isinstance(layer, HeadsLayer)  # it is plain
         context = min(CONTEXT_TOKENS // size, max_tokens // size, kv.num_blocks - 1) * size
         tokens = min(RUN_TOKENS, context)
         blocks = [range(1, context // size + 1)]
@@ -77,23 +71,23 @@ class TileAttention:
         work = kv.make_pass([run])
         q, k, v, out = self._draw(layer, tokens)
         queries = self.queries(work.sequences)
-        told = metadata.build(work)[layer.layer_name]
+        told = metadata.build(work)[layer.name]
         with torch.inference_mode():
             # Compile the kernels now, for long runs and for single tokens, so that no request waits for that.
-            for other in {window_of(layer): layer for layer in kv.layers}.values():
+            for other in {layer.window: layer for layer in kv.layers}.values():
                 for each in (run, Run(range(1), context - 1, blocks)):
                     asking, _, _, result = self._draw(other, len(each.tokens))
                     self.attend(other, asking, self.queries(kv.make_pass([each]).sequences), result)
             ours = _seconds(lambda: self.attend(layer, q, queries, out))
-            theirs = _seconds(lambda: attend_by_backend(layer, q, k, v, told, out))
+            theirs = _seconds(lambda: layer.attend(q, k, v, told, out))
         return ours / theirs
 
-    def _draw(self, layer: Any, tokens: int) -> list[torch.Tensor]:
+    def _draw(self, layer: KVLayer, tokens: int) -> list[torch.Tensor]:
         """Random queries, keys and values of a layer, and an output buffer, ``[tokens, heads, dim]``."""
-        heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)
-        dims = (layer.head_size, layer.head_size, layer.head_size_v, layer.head_size_v)
+        heads = (layer.heads, layer.kv_heads, layer.kv_heads, layer.heads)
+        dims = (layer.k_dim, layer.k_dim, layer.v_dim, layer.v_dim)
         return [
-            torch.randn(tokens, count, dim, device=self._device).to(paged_cache(layer).dtype)
+            torch.randn(tokens, count, dim, device=self._device).to(layer.cache.dtype)
             for count, dim in zip(heads, dims, strict=True)
         ]
 

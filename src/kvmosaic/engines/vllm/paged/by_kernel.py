@@ -12,7 +12,6 @@ from kvmosaic.blend.base import KVPart
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.rotary import LayerRotary
-from kvmosaic.engines.vllm.compat.layers import paged_cache
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.rotary import VllmTable
@@ -27,16 +26,16 @@ logger = logging.getLogger(__name__)
 def readable_caches(kv: KVLayers) -> PagedCaches | None:
     """The caches of all layers, for our kernels; ``None`` if the backend packs or quantises its cache, or without a
     GPU. To be called before any block is in use."""
-    layers, first = [paged_cache(layer) for layer in kv.layers], kv.layers[0]
+    layers, first = [layer.cache for layer in kv.layers], kv.layers[0]
     if (
         kv.device.type != "cuda"
         or len(kv.block_sizes) > 1
         or len({(layer.shape, layer.stride(), layer.dtype) for layer in layers}) > 1
         or layers[0].dtype not in (torch.float32, torch.float16, torch.bfloat16)
-        or layers[0].shape[1:] != (first.num_kv_heads, kv.block_sizes[0], first.head_size + first.head_size_v)
+        or layers[0].shape[1:] != (first.kv_heads, kv.block_sizes[0], first.k_dim + first.v_dim)
     ):
         return None
-    caches = PagedCaches(layers, first.head_size, [None] * len(layers), None)
+    caches = PagedCaches(layers, first.k_dim, [None] * len(layers), None)
     return caches if _reads_what_the_backend_wrote(kv, caches) else None
 
 
@@ -65,7 +64,7 @@ class KernelBlocks(RequestBlocks):
     ) -> "KernelBlocks | None":
         """``None`` if keys rotate in a way that the kernel does not support."""
         columns = {layer.columns for layer in rotary if layer}
-        if len(columns) > 1 or any(column.part == "v" for column in columns):
+        if len(columns) > 1:
             return None
         tables = [layer.table.tensor if layer and isinstance(layer.table, VllmTable) else None for layer in rotary]
         turning = replace(caches, tables=tables, columns=next(iter(columns), None))
@@ -138,7 +137,7 @@ class KernelBlocks(RequestBlocks):
 
 def _empty_move(caches: PagedCaches, kv: KVLayers, tokens: int, position: int) -> Move:
     cache = caches.layers[0]
-    shape = (kv.layers[0].num_kv_heads, len(caches.layers) * tokens * cache.shape[-1])
+    shape = (kv.layers[0].kv_heads, len(caches.layers) * tokens * cache.shape[-1])
     return Move(torch.empty(shape, dtype=cache.dtype, device=kv.device), tokens, 0, position)
 
 
@@ -148,8 +147,8 @@ def _reads_what_the_backend_wrote(kv: KVLayers, caches: PagedCaches) -> bool:
     # Block 0 is never used; the others are not in use yet.
     blocks, tokens = [2, 1], size + 1
     k, v = (
-        torch.randn(tokens, layer.num_kv_heads, dim, device=kv.device).to(caches.layers[0].dtype)
-        for dim in (layer.head_size, layer.head_size_v)
+        torch.randn(tokens, layer.kv_heads, dim, device=kv.device).to(caches.layers[0].dtype)
+        for dim in (layer.k_dim, layer.v_dim)
     )
     slots = kv.slots(torch.arange(tokens, device=kv.device), [blocks])
     for each in kv.layers:

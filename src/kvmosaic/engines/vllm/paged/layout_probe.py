@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvmosaic.engines.vllm.compat.layers import paged_cache
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 
 DIGIT = 128
@@ -25,7 +24,7 @@ class BlockReader:
     def measure(cls, kv: KVLayers) -> "BlockReader | None":
         """Measure the order. Returns ``None`` if blocks do not hold numbers as they were written, because numbers are
         rounded or shared between blocks. To be called before any block is in use."""
-        cache = paged_cache(kv.layers[0])
+        cache = kv.layers[0].cache
         axes = [axis for axis, size in enumerate(cache.shape) if size == kv.num_blocks]
         if len(kv.block_sizes) > 1 or not axes:
             return None
@@ -55,17 +54,17 @@ class BlockReader:
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for index in range(len(self._kv.layers)):
             numbers = self._block_numbers(index, used)
-            split = layer.num_kv_heads * size * layer.head_size
+            split = layer.kv_heads * size * layer.k_dim
             for kept, flat, dim in zip(
-                found, (numbers[:, :split], numbers[:, split:]), (layer.head_size, layer.head_size_v), strict=True
+                found, (numbers[:, :split], numbers[:, split:]), (layer.k_dim, layer.v_dim), strict=True
             ):
-                rows = flat.view(len(used), layer.num_kv_heads, size, dim).transpose(0, 1)
-                kept.append(rows.reshape(layer.num_kv_heads, -1, dim)[:, inside])
+                rows = flat.view(len(used), layer.kv_heads, size, dim).transpose(0, 1)
+                kept.append(rows.reshape(layer.kv_heads, -1, dim)[:, inside])
         return torch.stack(found[0], dim=1), torch.stack(found[1], dim=1)
 
     def _block_numbers(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
         """The numbers of these blocks, in the order in which they were written, ``[blocks, numbers]``."""
-        cache = paged_cache(self._kv.layers[layer])
+        cache = self._kv.layers[layer].cache
         wanted = torch.tensor(list(blocks), device=cache.device)
         return cache.index_select(self._axis, wanted).movedim(self._axis, 0).reshape(len(blocks), -1)[:, self._order]
 
@@ -73,13 +72,13 @@ class BlockReader:
 def _num_elements(kv: KVLayers) -> int:
     """Number of elements of a block."""
     layer = kv.layers[0]
-    return int(layer.num_kv_heads * kv.block_sizes[0] * (layer.head_size + layer.head_size_v))
+    return int(layer.kv_heads * kv.block_sizes[0] * (layer.k_dim + layer.v_dim))
 
 
 def _write(kv: KVLayers, index: int, block: int, numbers: torch.Tensor) -> None:
     """Have the backend write one block of a layer, K ``[heads, block_size, k_dim]`` first, then V."""
     layer, size = kv.layers[index], kv.block_sizes[0]
-    split = layer.num_kv_heads * size * layer.head_size
-    k = numbers[:split].view(layer.num_kv_heads, size, layer.head_size).transpose(0, 1).contiguous()
-    v = numbers[split:].view(layer.num_kv_heads, size, layer.head_size_v).transpose(0, 1).contiguous()
+    split = layer.kv_heads * size * layer.k_dim
+    k = numbers[:split].view(layer.kv_heads, size, layer.k_dim).transpose(0, 1).contiguous()
+    v = numbers[split:].view(layer.kv_heads, size, layer.v_dim).transpose(0, 1).contiguous()
     kv.write(layer, k, v, torch.arange(block * size, (block + 1) * size, device=kv.device)[None])

@@ -8,7 +8,6 @@ import torch
 from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, KVPart
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.vllm.compat.layers import softmax_scale
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import Observer, SparseForward
@@ -50,6 +49,7 @@ class VllmProbe(AssembledPrompt):
 
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
         assert self.asked
+        modules = self._forward.kv.layers
         queries: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -57,11 +57,15 @@ class VllmProbe(AssembledPrompt):
 
         self._forward.probe([self._run(self.asked.start, self.asked.end)], layers, observe)
         self.charged += len(self.asked) * (layers[-1] + 1)
+        parts = [
+            self._paged.reused(self._moves, self._blocks, layers, part) for part in modules[layers[0]].score_parts
+        ]
         weights = []
-        for layer, keys in zip(layers, self._paged.reused(self._moves, self._blocks, layers, "k"), strict=True):
-            asking = torch.cat(queries[layer])[-QUERY_TOKENS:].transpose(0, 1)
-            weights.append(attention_weights(asking, keys, softmax_scale(self._forward.kv.layers[layer])))
-        heads = self._forward.kv.layers[0].num_heads * self._ranks.count
+        for index, *keys in zip(layers, *parts, strict=True):
+            layer = modules[index]
+            asking = layer.score_queries(torch.cat(queries[index])[-QUERY_TOKENS:]).transpose(0, 1)
+            weights.append(attention_weights(asking, torch.cat(keys, dim=-1), layer.scale))
+        heads = modules[0].heads * self._ranks.count
         return self._ranks.sum(torch.stack(weights).mean((0, 1))) / heads
 
     def deviation(self, layer: int, part: KVPart) -> torch.Tensor:

@@ -1,0 +1,166 @@
+"""Multi-head latent attention (MLA) inside vLLM: an entry holds the latent and the rotated columns of all heads."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvmosaic.blend import policy_named
+from kvmosaic.hf import LLM as HFEngine
+from tests.engines.vllm.helpers import (
+    OURS,
+    ask,
+    chosen_last,
+    core_scheduler,
+    draw,
+    greedy,
+    join,
+    plain_answer,
+    report,
+    same,
+    start,
+    statuses,
+    store,
+    stored_entry,
+    worker_side,
+)
+from tests.engines.vllm.processes import EngineApart
+from tests.engines.vllm.test_tensor_parallel import answers
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 16
+"""Tokens per block. vLLM's kernel for CPUs takes no other number."""
+SETTINGS = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model_len": 1024, "block_size": BLOCK}
+LENGTHS = (21, 33, 48, 64, 70)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_deepseek):
+    return start(tiny_deepseek, num_gpu_blocks_override=200, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_deepseek):
+    """The embedded engine, which defines what reuse gives."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_deepseek, dtype=torch.float32).eval()
+    return HFEngine(
+        model, None, enable_chunk_cache=True, miss_policy="fill-first", **OURS | {"chunk_separator": None}
+    )
+
+
+def random_prompt():
+    """A system prompt, documents and a question, as tokens; and its boundaries."""
+    return join([draw(9), *map(draw, random.sample(LENGTHS, 4)), draw(7)])
+
+
+def test_entries_are_those_of_the_embedded_engine(llm, reference):
+    ids, boundaries = random_prompt()
+    ask(llm, ids, boundaries=boundaries)
+    prompt = reference.parser.parse(ids, boundaries)
+    context = reference.chunk_cache.context_of(prompt)
+    assert context == worker_side().cache.context_of(prompt)
+    chunks = [prompt.tokens_of(span) for span in prompt.chunks]
+    ours = {entry.tokens: entry for info in store().scan() if (entry := stored_entry(info.key)) is not None}
+    for chunk, theirs in zip(chunks, reference.chunk_cache.find_or_fill(chunks, context, len(ids)), strict=True):
+        entry = ours[chunk]
+        assert (entry.format.heads, entry.format.k_dim, entry.format.v_dim) == (1, 512, 64)
+        for layer in range(entry.format.layers):
+            for mine, yours in zip(entry.layer(layer), theirs.entry.layer(layer), strict=True):
+                torch.testing.assert_close(mine, yours, atol=1e-4, rtol=1e-4)
+
+
+def test_ratio_one_is_plain_vllm(llm):
+    for policy in ("composite", "random"):
+        ids, boundaries = random_prompt()
+        [ours] = ask(llm, ids, boundaries=boundaries, recompute_ratio=1.0, policy=policy)
+        same(ours, plain_answer(llm, ids))
+
+
+POLICIES = [
+    "random(seed=3)",
+    "sink-link",
+    "kv-deviation(layers=1)",
+    "kv-deviation(part=v, layers=1)",
+    "query-attention",
+    "composite(asking=1)",
+]
+
+
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
+def test_both_engines_choose_the_same_tokens_and_give_the_same_logits(llm, reference, policy):
+    ids, boundaries = random_prompt()
+    ratio = 0.0 if policy == "none" else 0.4
+    with reference.engine.session():
+        expected = reference.assemble(reference.parser.parse(ids, boundaries), ratio, 0, policy_named(policy))
+    [output] = ask(llm, ids, boundaries=boundaries, recompute_ratio=ratio, policy=policy, report=True)
+    assert report(output)["mode"] == "fill"
+    if ratio:
+        assert chosen_last() == expected.recomputed
+    logprobs = expected.logits.log_softmax(-1)
+    for token, seen in output.outputs[0].logprobs[0].items():
+        assert seen.logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
+
+
+def test_documents_are_reused_in_another_order_under_another_system_prompt(llm):
+    documents = [draw(length) for length in LENGTHS]
+    ids, boundaries = join([draw(9), *documents, draw(7)])
+    ask(llm, ids, boundaries=boundaries)
+    ids, boundaries = join([draw(30), *documents[::-1], draw(7)])
+    [output] = ask(llm, ids, boundaries=boundaries, report=True)
+    assert statuses(output) == ["cached"] * len(LENGTHS)
+    assert report(output)["reused_tokens"] == sum(LENGTHS)
+
+
+def test_short_runs_come_first(llm, monkeypatch):
+    """vLLM reads the latent itself for those; for longer ones it is projected to all heads, each time anew."""
+    lengths = []
+    forward = worker_side().forward
+    compute = forward._forward
+
+    def noting(work, *args, **kwargs):
+        lengths.append([len(run.tokens) for run in work.runs])
+        return compute(work, *args, **kwargs)
+
+    parts = [draw(9), *map(draw, LENGTHS)]
+    ids, boundaries = join([*parts, draw(7)])
+    ask(llm, ids, boundaries=boundaries)
+    monkeypatch.setattr(forward, "_forward", noting)
+    ids, boundaries = join([*parts, draw(7)])
+    ask(llm, ids, boundaries=boundaries, recompute_ratio=0.3, policy="random")
+    blended = max(lengths, key=len)
+    assert len(set(blended)) > 1
+    assert blended == sorted(blended)
+
+
+def test_a_batch_with_preemptions_gives_what_each_request_gives_alone(tiny_deepseek):
+    llm = start(tiny_deepseek, num_gpu_blocks_override=60, **SETTINGS | {"max_model_len": 512})
+    prompts = [random_prompt() for _ in range(4)]
+    alone = [ask(llm, ids, boundaries=spans, max_tokens=60)[0] for ids, spans in prompts]
+    scheduler, preempted = core_scheduler(llm), []
+    preempt = scheduler._preempt_request
+
+    def noting(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = noting
+    params = [greedy(60, logprobs=3, detokenize=False, params={"boundaries": spans}) for _, spans in prompts]
+    together = llm.generate([{"prompt_token_ids": ids} for ids, _ in prompts], params, use_tqdm=False)
+    for ours, theirs in zip(together, alone, strict=True):
+        same(ours, theirs)
+    assert preempted
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_ranks_answer_as_one(tiny_deepseek):
+    """Each has the whole latent; one of them stores it."""
+    documents, other = [draw(length) for length in LENGTHS], draw(64)
+    with EngineApart(tiny_deepseek, ranks=2, **SETTINGS) as engine:
+        two = engine.call(answers, documents, other)
+    one = answers(start(tiny_deepseek, **SETTINGS), documents, other)
+    assert two["heads"] == ["0-0of1", "0-0of1"]
+    assert two["all"] == two["plain"] == one["plain"]
+    for case in ("filled", "moved", "asked", "checked", "one_rank_forgot", "reused_again"):
+        assert two[case][0] == one[case][0], case
