@@ -38,6 +38,8 @@ def test_a_step_has_room_for_half_as_many_tokens_as_vllm_computes_in_one():
     [
         ({}, {"remap": Line(0, 0.25)}, 1),  # 80 tokens are placed in the time of 20
         ({}, {"remap": Line(5, 0)}, 2),
+        ({}, {"blend": Line(0, 1)}, 3),
+        ({}, {"blend": Line(32, 0.75)}, 1),  # of the 128 s of a full step, a pass takes 32 in any case
         ({}, {"probe": Line(20, 0)}, 3),  # nothing is chosen
         ({"recompute_ratio": 0.1, "policy": "composite"}, {"probe": Line(5, 0)}, 1),
         ({"recompute_ratio": 0.1, "policy": "random"}, {"probe": Line(5, 0)}, 2),
@@ -112,6 +114,8 @@ def test_slices_are_what_vllm_leaves_of_a_step_and_a_quarter_at_least():
     side = running(miss_policy="fill-first")
     request = in_slices(side)
     assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 48, 49, 64)] == [63, 44, 16, 16, 16]
+    side.report(costs={"blend": Line(8, 0.875)})  # a full step takes 64 s, of which a pass takes 8 in any case
+    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 48, 49, 64)] == [55, 36, 16, 16, 16]
     side.scheduler.loaded(["request"])
     assert side.run().slice_tokens == 0
     side.scheduler.finished(request)

@@ -149,15 +149,14 @@ class Admission:
 
     def is_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request takes so much of a step that it is done in slices, over several steps."""
-        return sum(self._load_cost(request, local)) > LOAD_SHARE * self._shape.step_tokens
+        return sum(self._load_cost(request, local)) > self._room_for_loads
 
     def has_room(self, request: ChunkRequest, local: int) -> bool:
         """Whether the coming step has room for a further request: other requests' decoding must not wait for many
         blends at once."""
         if not self._tokens_in_step and not self._has_slices:
             return True
-        room = LOAD_SHARE * self._shape.step_tokens - self._tokens_in_step
-        room -= self._least_slice if self._has_slices else 0
+        room = self._room_for_loads - self._tokens_in_step - (self._least_slice if self._has_slices else 0)
         # vLLM asks about all waiting requests in every step, so a cost that is too high for the room is not computed
         # again.
         if request.needed is not None and request.needed[0] == local and request.needed[1] > room:
@@ -183,13 +182,27 @@ class Admission:
     def slice_tokens(self, scheduled: int) -> int:
         """Number of tokens that a step computes for each request in slices, if vLLM computes ``scheduled`` tokens in
         it."""
-        return max(self._least_slice, self._shape.step_tokens - scheduled - self._tokens_in_step)
+        return max(self._least_slice, self._shape.step_tokens - scheduled - self._tokens_in_step - self._pass_tokens)
 
     def tokens_to_fill(self, scheduled: int) -> int:
         """Number of tokens that a step may compute to fill chunks in the background, if vLLM computes ``scheduled``
         tokens in it."""
-        taken = scheduled + self._tokens_in_step + (self.slice_tokens(scheduled) if self._has_slices else 0)
+        loaded = self._tokens_in_step + (self.slice_tokens(scheduled) if self._has_slices else 0)
+        taken = scheduled + loaded + (self._pass_tokens if loaded else 0)
         return max(0, min(int(LONGEST_STEP * self._shape.step_tokens) - taken, self.tokens_worth_filling()))
+
+    @property
+    def _room_for_loads(self) -> int:
+        """Tokens that all loads of a step may take, slices included."""
+        return int(LOAD_SHARE * self._shape.step_tokens) - self._pass_tokens
+
+    @property
+    def _pass_tokens(self) -> int:
+        """What one more pass of the model takes, however few tokens it computes, in tokens whose prefill takes as
+        long."""
+        if not self._is_measured("blend"):
+            return 0
+        return self._tokens_in(max(costs["blend"].fixed for costs in self._costs.values()))
 
     @property
     def _least_slice(self) -> int:
