@@ -198,6 +198,11 @@ def chunks_of(llm: Any, name: str) -> tuple[tuple[int, int], ...] | None:
     return None
 
 
+def waiting_fills(llm: Any) -> int:
+    """Chunks that wait to be filled in the background."""
+    return len(core_scheduler(llm).connector.scheduler._backlog)
+
+
 def preemptions(llm: Any) -> dict[str, int]:
     """How often each living request was preempted."""
     return {own_name(name): request.num_preemptions for name, request in core_scheduler(llm).requests.items()}

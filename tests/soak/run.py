@@ -82,7 +82,7 @@ class Soak:
         return outcome
 
     def _look_at(self, outcome: RoundOutcome, life: Life, name: str) -> None:
-        totals = self.totals
+        totals, known = self.totals, len(self.totals.problems)
         totals.add(outcome)
         totals.problems += [f"{name}: {problem}" for problem in outcome.problems]
         for answer in outcome.answers:
@@ -96,6 +96,8 @@ class Soak:
                 )
         done = sum(totals.checked.values())
         print(f"{name}: {done} answers, {totals.wrong} wrong, {len(totals.problems)} problems", flush=True)
+        for problem in totals.problems[known:][:5]:  # all of them are told at the end, which may be half an hour off
+            print(f"  {problem}", flush=True)
         outcome.answers.clear()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from tests.soak.faults import DiskFault, end_disk_fault, install_disk_faults, start_disk_fault
-from tests.soak.inside import NAME, Begun, BlockWatch, chunks_of, engine_state, preemptions
+from tests.soak.inside import NAME, Begun, BlockWatch, chunks_of, engine_state, preemptions, waiting_fills
 from tests.soak.traffic import Ask, Kind, Traffic
 
 STEP = 256
@@ -150,8 +150,12 @@ class Session:
                 self._outcome.prefill_steps.append(max(took / 10, took - self._watch.kept_waiting + waited))
 
     def _calm_down(self) -> None:
-        """A few steps in which nothing happens: what is to be released is told to the workers with a step."""
-        for _ in range(2):
+        """Steps in which nothing else happens: in them, workers are told what to release, and missing chunks that
+        still wait are filled."""
+        deadline = time.monotonic() + PATIENCE_S
+        for number in itertools.count():
+            if number >= 2 and (not waiting_fills(self._llm) or time.monotonic() > deadline):
+                return
             ask = self._traffic.innocent(9, 30)
             self._engine.add_request(self._name("calm-"), {"prompt_token_ids": ask.tokens}, _sampling(ask))
             while self._engine.has_unfinished_requests():

@@ -61,7 +61,9 @@ def lookup(json: JsonOption = False) -> None:
 
 
 @app.command("eviction")
-def eviction(seed: int = 0, json: JsonOption = False) -> None:
+def eviction(
+    seed: Annotated[int, typer.Option(help="Random seed of the made-up data.")] = 0, json: JsonOption = False
+) -> None:
     """Hit rate of the eviction policy against plain LRU, on popular chunks mixed with scans."""
     from kvmosaic.bench import eviction
 
@@ -81,7 +83,7 @@ def discovery(
     ] = None,
     model: ModelOption = "smollm2-135m",
     prompts: Annotated[int, typer.Option(help="Number of prompts for each kind of traffic.", min=1)] = 400,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the made-up data.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """How much reusable text chunk_sources=auto finds in traffic without marked documents, and how long it takes. The
@@ -108,7 +110,7 @@ def documents(
     model: ModelOption = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="Approximate length of each prompt, in tokens.", min=100)] = 10_000,
     repeats: Annotated[int, typer.Option(help="Number of measurements of each prompt.", min=1)] = 100,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the made-up data.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Time to find named documents in a request's JSON and in the prompt's tokens."""
@@ -145,11 +147,11 @@ def store(
     ] = None,
     entries: Annotated[int, typer.Option(help="Number of entries that are written or read at a time.", min=2)] = 4,
     tokens: Annotated[int, typer.Option(help="Number of tokens per entry.", min=1)] = 128,
-    layers: Annotated[int, typer.Option(min=1)] = 32,
+    layers: Annotated[int, typer.Option(help="Number of layers of an entry.", min=1)] = 32,
     heads: Annotated[
         int, typer.Option(help="Number of KV heads; the remote store holds each head as a separate value.", min=1)
     ] = 8,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    head_dim: Annotated[int, typer.Option(help="Dimension of a head.", min=1)] = 128,
     json: JsonOption = False,
 ) -> None:
     """Throughput of every tier compared with plain use of the same memory, disk or server, and lookup time of the
@@ -223,10 +225,10 @@ def kernels(
         int, typer.Option(help="Number of tokens whose KV is moved and attended to.", min=512)
     ] = 16384,
     chunk: Annotated[int, typer.Option(help="Number of tokens per entry.", min=1)] = 512,
-    layers: Annotated[int, typer.Option(min=1)] = 32,
+    layers: Annotated[int, typer.Option(help="Number of layers of an entry.", min=1)] = 32,
     heads: Annotated[int, typer.Option(help="Number of KV heads.", min=1)] = 8,
     group: Annotated[int, typer.Option(help="Number of query heads per KV head.", min=1, max=128)] = 4,
-    head_dim: Annotated[int, typer.Option(min=2)] = 128,
+    head_dim: Annotated[int, typer.Option(help="Dimension of a head.", min=2)] = 128,
     json: JsonOption = False,
 ) -> None:
     """GPU: speed of moving entries into and out of paged caches, and of attention for chosen tokens, compared with

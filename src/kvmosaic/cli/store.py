@@ -195,6 +195,8 @@ def purge(
     """Delete the entries of a model, of a tenant, or all entries."""
     from kvmosaic.store import DiskTier
 
+    if everything and (model is not None or tenant is not None):
+        raise ConfigError("--all deletes everything; give either it or --model and --tenant")
     if model is None and tenant is None and not everything:
         raise ConfigError("nothing chosen to purge; give --model, --tenant or --all")
     tier = _open(path, remote)

@@ -70,7 +70,7 @@ class WorkFile:
         return bool(whole)
 
     def add(self, score: Score) -> None:
-        """Add a score. It is on disk before this returns."""
+        """Add a score. The file has it before this returns."""
         self._write(score._asdict())
         self._keep(score)
 

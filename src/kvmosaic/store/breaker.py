@@ -78,8 +78,9 @@ class Breaker:
         except self._harmless:
             raise
         except Exception as error:  # a foreign library may raise anything
-            self._open(str(error) or repr(error))
-            raise TierDownError(f"{self._name} cannot be used ({error})") from error
+            reason = str(error) or repr(error)
+            self._open(reason)
+            raise TierDownError(f"{self._name} cannot be used ({reason})") from error
 
     def close(self) -> None:
         """Stop probing and end the threads."""

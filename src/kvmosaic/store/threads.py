@@ -20,13 +20,13 @@ class Call(Generic[T]):
         self._function = function
         self._finished = threading.Event()
         self._result: list[T] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         """Make the call, in any thread."""
         try:
             self._result.append(self._function())
-        except Exception as error:
+        except BaseException as error:  # whoever waits has to hear of it
             self._error = error
 
     def finish(self) -> None:
@@ -52,6 +52,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._idle: list[_Thread] = []
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def start(self, function: Callable[[], T], or_here: bool = False) -> Call[T]:
@@ -85,27 +86,36 @@ class Threads:
                 thread = self._idle.pop()
                 if thread.is_alive():  # a fork does not copy threads
                     return thread
-        thread = _Thread(self._idle)
+        thread = _Thread(self._keep)
         thread.start()
         return thread
 
-    def close(self) -> None:
-        """End the idle threads."""
+    def _keep(self, thread: "_Thread") -> bool:
+        """Keep a thread for the next call. ``False`` if it has to end."""
         with self._lock:
+            if not self._is_closed:
+                self._idle.append(thread)
+            return not self._is_closed
+
+    def close(self) -> None:
+        """End the idle threads now, and busy ones after their call."""
+        with self._lock:
+            self._is_closed = True
             while self._idle:
                 self._idle.pop().calls.put(None)
 
 
 class _Thread(threading.Thread):
-    def __init__(self, idle: "list[_Thread]") -> None:
+    def __init__(self, keep: "Callable[[_Thread], bool]") -> None:
         super().__init__(name="kvmosaic-store", daemon=True)
         self.calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
-        self._idle = idle
+        self._keep = keep
 
     def run(self) -> None:
-        while (call := self.calls.get()) is not None:
+        is_kept = True
+        while is_kept and (call := self.calls.get()) is not None:
             call.run()
-            self._idle.append(self)  # before finish(), so that the caller's next call finds it
+            is_kept = self._keep(self)  # before finish(), so that the caller's next call finds it
             call.finish()
             del call  # frees the values that it holds
 

@@ -10,7 +10,7 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.eval.base import Example
 from kvmosaic.tune.corpus import made_up
 from kvmosaic.tune.lessons import Maker, from_documents, from_examples
-from kvmosaic.tune.passages import split_into_passages
+from kvmosaic.tune.passages import MIN_WORDS, split_into_passages
 
 MIN_PASSAGES = 20
 """Minimum number of training passages from the user's documents; with fewer, held-out ones would say nothing."""
@@ -47,7 +47,7 @@ class Material:
             if len(passages[0]) < MIN_PASSAGES or not passages[1]:
                 raise ConfigError(
                     f"too few documents: there are {sum(map(len, passages))} passages in {len(documents)}; give at "
-                    f"least two documents with {2 * MIN_PASSAGES} passages, of {MIN_PASSAGES} words or so each"
+                    f"least two documents with {2 * MIN_PASSAGES} passages of {MIN_WORDS} words or more"
                 )
             makers.append(from_documents(passages[0]))
             judges.append(from_documents(passages[1]))

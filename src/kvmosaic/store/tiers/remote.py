@@ -174,10 +174,16 @@ class RemoteTier(Tier):
 
     def delete_all(self, keys: Iterable[ChunkKey]) -> None:
         names = [name for key in keys for name in names_of(key)]
+        failure: OSError | None = None
         for start in range(0, len(names), DELETED_AT_ONCE):
             page = names[start : start + DELETED_AT_ONCE]
-            self._breaker.call(partial(self._client.delete, page))
+            try:
+                self._breaker.call(partial(self._client.delete, page))
+            except OSError as error:
+                failure = failure or error
             self.progress += 1
+        if failure is not None:
+            raise failure
 
     def scan(self) -> Iterator[EntryInfo]:
         """In no particular order: the store does not tell which entries are older. Heads that are stored one by one

@@ -83,6 +83,7 @@ class Caretaker:
             await run_request(self._client, document.prompt, answer, {"documents": [text]})
             if await self._holds(document):
                 return {**told, "state": "filled"}
+            document = await self.document(text)
         raise RefusedError(503, f"not filled within {WARM_SECONDS:.0f} s; the store or the engine's blocks are full")
 
     async def keep(self, digest: str, *, is_kept: bool) -> dict[str, Any]:

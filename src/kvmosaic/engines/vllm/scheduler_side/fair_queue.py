@@ -57,8 +57,8 @@ class FairQueue:
 
     @property
     def oldest(self) -> float:
-        """Time since which the chunk that was queued first waits."""
-        return next(iter(self._waiting.values())).since
+        """Time since which the oldest chunk waits."""
+        return min(chunk.since for chunk in self._waiting.values())
 
     def add(self, chunks: Iterable[WaitingChunk]) -> None:
         """Queue chunks that do not wait already."""

@@ -15,6 +15,8 @@ class Running:
 
     end: torch.cuda.Event | None = None
     """Event that ends the stage, if it does not end with the work that the engine's stream has by then."""
+    has_failed: bool = False
+    """Whether its duration says nothing about the next one."""
 
 
 class StageTimer:
@@ -36,13 +38,13 @@ class StageTimer:
         if not self._on_gpu:
             begin = time.perf_counter()
             yield running
-            self._observe(name, tokens, time.perf_counter() - begin)
+            self._observe(name, 0 if running.has_failed else tokens, time.perf_counter() - begin)
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         yield running
         end.record()
-        self._pending.append((name, tokens, start, running.end or end))
+        self._pending.append((name, 0 if running.has_failed else tokens, start, running.end or end))
 
     def take_news(self) -> bool:
         """Whether anything was added to ``costs`` since the last call."""

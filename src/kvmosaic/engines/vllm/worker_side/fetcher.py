@@ -51,6 +51,7 @@ class ChunkFetcher:
         """The latest fetch of each request."""
         self._finished: dict[str, float] = {}
         self._waiting = 0
+        self._errors = 0
         self._held_bytes = 0
         self._lock = threading.Lock()
         """Guards all of the above. No thread waits for anything else while it holds it."""
@@ -69,6 +70,7 @@ class ChunkFetcher:
                 return
         except Exception:
             logger.exception("could not start to fetch chunks for request %s", shown_id(request_id))
+            self._count_error()
         self._finish(fetch)
 
     def bring_up(self, keys: Sequence[ChunkKey]) -> None:
@@ -112,6 +114,16 @@ class ChunkFetcher:
             finished, self._finished = self._finished, {}
         return finished
 
+    def take_errors(self) -> int:
+        """Number of fetches that failed since the last call."""
+        with self._lock:
+            errors, self._errors = self._errors, 0
+        return errors
+
+    def _count_error(self) -> None:
+        with self._lock:
+            self._errors += 1
+
     def close(self) -> None:
         """Wait for entries that are being read, and cancel all other fetches."""
         with self._lock:
@@ -137,6 +149,7 @@ class ChunkFetcher:
                     self._bring(fetch)
         except Exception:
             logger.exception("could not fetch %d chunk(s); they are computed instead", len(fetch.keys))
+            self._count_error()
         finally:
             self._finish(fetch)
 

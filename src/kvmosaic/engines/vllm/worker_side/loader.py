@@ -158,8 +158,9 @@ class ChunkLoader:
             runs += each.runs
         if not runs:
             return
-        with self._timer.stage("blend", sum(len(run.tokens) for run in runs)):
+        with self._timer.stage("blend", sum(len(run.tokens) for run in runs)) as blend:
             computed = self._ranks.together(lambda: self._paged.compute(runs, ranges), "computing requests")
+            blend.has_failed = computed is None
         if computed is None:
             self._compute_again(due)
             return

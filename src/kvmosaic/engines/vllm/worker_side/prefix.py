@@ -49,16 +49,16 @@ class PrefixLoader:
             self._save(save)
 
     def _save(self, save: PrefixSave) -> None:
-        try:
-            for start, digest in save.segments:
+        for start, digest in save.segments:
+            try:
                 end = start + save.segment_tokens
                 k, v = self._paged.read(save.blocks, start, end)
                 key = self._cache.key_of_hash(digest, save.segment_tokens)
                 self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v, "prefix-part")
                 self._stats.count_alike("tokens", "saved", save.segment_tokens)
-        except Exception:
-            logger.exception("could not store exact prefix blocks")
-            self._stats.failed("store")
+            except Exception:  # noqa: PERF203 - the other segments can still be stored
+                logger.exception("could not store a segment of an exact prefix")
+                self._stats.failed("store")
 
     def load(self, load: PrefixLoad) -> None:
         """Load positions from ``load.start`` to the end of the tokens into the request's blocks. They are computed if

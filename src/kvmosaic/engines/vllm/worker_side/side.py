@@ -256,9 +256,11 @@ class WorkerSide:
 
     def _collect_stats(self) -> None:
         self.timer.collect()
-        if self.stats.is_empty():
-            return
+        for _ in range(self.fetcher.take_errors()):
+            self.stats.failed("fetch")
         counts = self.cache.store.event_counts()
+        if self.stats.is_empty() and counts == self._counted:
+            return
         for event in ("evictions", "write_errors", "dropped_writes"):
             self.stats.count(event, "", counts[event] - self._counted[event])
         self._counted = counts
