@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -101,6 +101,21 @@ def write_tiny_deepseek(folder: Path) -> str:
         },
     )
     return write_model(folder, DeepseekV2ForCausalLM(config))
+
+
+def write_tiny_eagle(folder: Path, target: str) -> str:
+    """An EAGLE head of one layer for a Llama model: it reads that model's embeddings and hidden states."""
+    config = LlamaConfig.from_pretrained(target, num_hidden_layers=1)
+    write_model(folder, LlamaForCausalLM(config))
+    weights = load_file(folder / "model.safetensors")
+    kept = {
+        name.removeprefix("model."): tensor
+        for name, tensor in weights.items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    kept["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.08
+    save_file(kept, folder / "model.safetensors")
+    return str(folder)
 
 
 def write_model(folder: Path, model: PreTrainedModel) -> str:

@@ -13,9 +13,6 @@ from kvmosaic.core.errors import ConfigError
 SUPPORTED_VLLM = ((0, 26), (0, 33))
 """Tested releases: from the first, up to but not including the second."""
 
-# Drafters that keep no KV of the prompt. All others, including future ones, are assumed to keep some.
-_DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-
 
 def version_problem(version: str) -> str | None:
     """Why this vLLM release is not supported and what to do, in one line; ``None`` when it is."""
@@ -109,12 +106,6 @@ def _cache_problems(vllm_config: Any) -> list[str]:
         problems.append(
             f"kv_cache_dtype={stored}: chunks are kept and moved in the model's own dtype; leave it at auto, "
             f"or set it to {dtype} where the checkpoint asks for {stored}"
-        )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
-        problems.append(
-            f"speculative decoding with {speculative.method}: the draft layers would have no KV of reused tokens; "
-            "use ngram or suffix, or turn it off"
         )
     return problems
 

@@ -8,17 +8,19 @@ import torch
 
 from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.window import WindowTails
-from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_layers, has_shared_caches
+from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_layers, draft_layers, has_shared_caches
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
 
 
 class KVLayers:
-    """All layers that cache K and V, first to last, and access to their caches."""
+    """All layers of the model that cache K and V, first to last, and access to their caches. Layers of a draft model
+    are not among them: a draft only proposes tokens, so its KV of reused tokens may be missing."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, device: torch.device) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, runner: Any) -> None:
+        """``runner`` is vLLM's model runner."""
         groups = kv_cache_config.kv_cache_groups
-        self.device = device
-        self.layers: list[KVLayer] = attention_layers(vllm_config, kv_cache_config)
+        self.device: torch.device = runner.device
+        self.layers: list[KVLayer] = attention_layers(vllm_config, kv_cache_config, draft_layers(runner))
         self.num_blocks: int = kv_cache_config.num_blocks
         self.block_sizes: list[int] = [group.kv_cache_spec.block_size for group in groups]
         """Tokens per block, per KV cache group."""

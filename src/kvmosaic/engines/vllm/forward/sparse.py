@@ -192,7 +192,8 @@ class SparseForward:
                 if self._ranks.count == 1 or isinstance(error, _SeenEnough):
                     raise
                 raise RankLostError("the model failed on one of several ranks") from error
-            return hidden[:count]
+            # Models with some drafters return hidden states of other layers as well.
+            return (hidden[0] if isinstance(hidden, tuple) else hidden)[:count]
 
 
 def _padded(values: torch.Tensor, count: int, value: int = 0) -> torch.Tensor:

@@ -59,7 +59,7 @@ class WorkerSide:
         """``runner`` is vLLM's model runner; ``device_pool`` memory of the GPU, ``[bytes]``, for the fastest tier."""
         self._setup = setup
         self._model = vllm_config.model_config
-        kv = KVLayers(vllm_config, kv_cache_config, runner.device)
+        kv = KVLayers(vllm_config, kv_cache_config, runner)
         self.ranks = Ranks(self._model, len(kv))
         self.stats = ChunkStats(rank=self.ranks.rank)
         self.timer = StageTimer(self.stats, kv.device)
