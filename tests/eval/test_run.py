@@ -20,7 +20,7 @@ from kvmosaic.eval.plan import (
 )
 from kvmosaic.eval.report import render
 from kvmosaic.eval.run import evaluate
-from kvmosaic.eval.summary import summarise
+from kvmosaic.eval.summary import Summary, summarise
 from kvmosaic.eval.work_file import WorkFile
 from kvmosaic.hf import LLM
 
@@ -132,7 +132,7 @@ def test_a_damaged_line_is_reported(plan, tmp_path):
 
 
 def test_the_summary_is_that_of_the_scores(plan, finished):
-    summary = summarise(finished.scores, plan.cells, 2)
+    summary = summarise(finished.scores, plan.cells, 2, "bos")
     full, none = ([finished.scores[i, cell].f1 for i in range(2)] for cell in (FULL_PREFILL, NO_CONTEXT))
     for cell, line in zip(plan.cells, summary.lines, strict=True):
         scores = [finished.scores[i, cell] for i in range(2)]
@@ -147,11 +147,11 @@ def test_the_summary_is_that_of_the_scores(plan, finished):
         if cell in (NONE, ALL) or cell.policy == "random":
             assert line.kl_to_random == pytest.approx((0, 0, 0), abs=1e-9)
     json.dumps(summary.as_dict())
-    assert summary == summarise(finished.scores, plan.cells, 2)
+    assert summary == summarise(finished.scores, plan.cells, 2, "bos")
 
 
 def test_the_report_stands_alone(plan, finished):
-    html = render("a <model> & data", summarise(finished.scores, plan.cells, 2))
+    html = render("a <model> & data", summarise(finished.scores, plan.cells, 2, "bos"))
     assert "a &lt;model&gt; &amp; data" in html
     # Four plots, and the shapes of three policies in the legend.
     assert html.count('role="img"') == 4
@@ -161,7 +161,19 @@ def test_the_report_stands_alone(plan, finished):
     assert "http" not in html
     assert "<script" not in html
     for cell in plan.cells:
-        assert f"<td>{cell.policy}</td><td>{cell.ratio:g}</td>" in html
+        assert f"<td>{cell.policy}</td><td>bos</td><td>{cell.ratio:g}</td>" in html
+
+
+def test_several_sink_prefixes_are_lines_of_one_summary(plan, finished):
+    apart = [summarise(finished.scores, plan.cells, 2, sink) for sink in ("bos", "learned:/some/where/my.sink")]
+    both = Summary.joined(apart)
+    assert [row["sink_prefix"] for row in both.as_dict()["rows"]] == ["bos"] * len(plan.cells) + [
+        "learned:/some/where/my.sink"
+    ] * len(plan.cells)
+    html = render("both", both)
+    for policy in ("random", "composite", "sink-link(k=2)"):
+        for sink in ("bos", "my.sink"):
+            assert f"</svg>{policy} after {sink}</span>" in html
 
 
 def test_prompts_the_model_cannot_take_are_refused_before_any_work(llm):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,10 +59,10 @@ def evaluate(
         ),
     ] = None,
     sink_prefix: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="Prefix that precedes every chunk when its KV is computed: bos, none, document, learned:FILE, or a "
-            "literal text."
+            "literal text. Repeat the option to compare several. Default: the model's own setting."
         ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML report with plots to this file.")] = None,
@@ -77,7 +77,7 @@ def evaluate(
     from kvmosaic.eval.plan import DEFAULT_POLICIES, make_cells, make_plan
     from kvmosaic.eval.report import render
     from kvmosaic.eval.run import evaluate
-    from kvmosaic.eval.summary import summarise
+    from kvmosaic.eval.summary import Summary, summarise
     from kvmosaic.eval.work_file import WorkFile
     from kvmosaic.hf import LLM
 
@@ -86,30 +86,40 @@ def evaluate(
     cells = make_cells(chosen, numbers(ratios))
     if max_answer is not None and max_answer < 1:
         raise ConfigError(f"--max-answer {max_answer}: must be at least 1")
-    if sink_prefix == "":
+    if "" in (sink_prefix or []):
         raise ConfigError("--sink-prefix: is empty; use none for no prefix")
     examples = load(data, limit, seed, form)
     check_file("--html", html)
     check_folder(output)
-    settings: dict[str, Any] = {} if sink_prefix is None else {"sink_prefix": sink_prefix}
-    with console.status(f"loading {model}"):
-        # A separate store: the user's store is neither read nor cleared.
-        own: dict[str, Any] = {"disk_path": None, "remote": None, "tenant": "eval", "miss_policy": "fill-first"}
-        llm = LLM(model, enable_chunk_cache=True, **own, **settings)
-        plan = make_plan(llm, examples, cells, max_answer)
-    folder = output or Path(platformdirs.user_cache_dir("kvmosaic")) / "eval" / plan.digest
-    with llm, interruptible(), WorkFile(folder, plan.digest) as work, progress_bar(len(examples)) as steps:
-        steps.start("examples")
-        evaluate(llm, plan, work, lambda _: steps.done())
-    summary = summarise(work.scores, plan.cells, len(examples), seed)
+    given: list[dict[str, Any]] = [{"sink_prefix": sink} for sink in dict.fromkeys(sink_prefix or [])] or [{}]
+    # A separate store: the user's store is neither read nor cleared.
+    own: dict[str, Any] = {"disk_path": None, "remote": None, "tenant": "eval", "miss_policy": "fill-first"}
+    summaries = []
+    with ExitStack() as engines:
+        with console.status(f"loading {model}"):
+            first = engines.enter_context(LLM(model, enable_chunk_cache=True, **own, **given[0]))
+            # All share one copy of the weights.
+            others = [LLM(first.model, first.tokenizer, enable_chunk_cache=True, **own, **each) for each in given[1:]]
+            llms = [first, *map(engines.enter_context, others)]
+            plans = [make_plan(llm, examples, cells, max_answer) for llm in llms]
+        folder = output or Path(platformdirs.user_cache_dir("kvmosaic")) / "eval"
+        with interruptible(), progress_bar(len(llms) * len(examples)) as steps:
+            for llm, plan in zip(llms, plans, strict=True):
+                steps.start(f"examples, sink prefix {llm.config.sink_prefix}"[:60])
+                own_folder = folder if output and len(llms) == 1 else folder / plan.digest
+                with WorkFile(own_folder, plan.digest) as work:
+                    evaluate(llm, plan, work, lambda _: steps.done())
+                summaries.append(summarise(work.scores, plan.cells, len(examples), llm.config.sink_prefix, seed))
+    summary = Summary.joined(summaries)
     title = f"{model} on {data}, {len(examples)} examples"
     _show(title, summary, json)
-    print_line(f"\nresults of single examples: {work.path}", json)
+    results = str(work.path if len(summaries) == 1 else folder)
+    print_line(f"\nresults of single examples: {results}", json)
     if html is not None:
         html.write_text(render(title, summary), encoding="utf-8")
         print_line(f"report: {html}", json)
     if json:
-        about = {"model": model, "data": data, "seed": seed, "max_answer": max_answer, "results": str(work.path)}
+        about = {"model": model, "data": data, "seed": seed, "max_answer": max_answer, "results": results}
         print_json({**about, **summary.as_dict()})
 
 
@@ -157,10 +167,14 @@ def numbers(text: str) -> list[float]:
 def _show(title: str, summary: "Summary", json: bool) -> None:
     print_table(
         f"{title}; KL and F1 with 95 % intervals",
-        ("policy", "ratio", "charged", "KL", "KL p95", "top-1", "EM", "F1", "gap closed", "ms", "KL against random"),
+        (
+            *("policy", "sink prefix", "ratio", "charged", "KL", "KL p95", "top-1", "EM", "F1", "gap closed", "ms"),
+            "KL against random",
+        ),
         (
             (
                 row.policy,
+                line.sink_prefix.rpartition("/")[2][:40],
                 f"{row.ratio:g}",
                 f"{row.charged_ratio:.3f}",
                 _interval(line.kl),

@@ -75,8 +75,8 @@ def measure(
     plan = make_plan(llm, examples, cells)
     with WorkFile(folder / plan.digest, plan.digest) as work:
         evaluate(llm, plan, work, progress)
-    lines = summarise(work.scores, plan.cells, len(examples)).lines
-    return [Candidate(llm.config.sink_prefix, line.row) for line in lines]
+    lines = summarise(work.scores, plan.cells, len(examples), llm.config.sink_prefix).lines
+    return [Candidate(line.sink_prefix, line.row) for line in lines]
 
 
 def cheapest(candidates: Iterable[Candidate], target: Target) -> Candidate | None:

@@ -1,6 +1,7 @@
 """The plan of an evaluation: the prompts, cells and model that decide its results. Made and checked before any
 work."""
 
+import ast
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -124,11 +125,25 @@ def _digest(value: Any) -> str:
 
 
 def _code_digest() -> str:
-    """Digest of the code that results depend on, so that results of older code are not taken for new ones."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in _code_files())).hexdigest()
+    """Digest of the code that results come from, so that results of an older policy are never taken for new ones.
+    Comments and docstrings do not count."""
+    digest = hashlib.sha256()
+    for path in _code_files():
+        digest.update(ast.dump(_WithoutTexts().visit(ast.parse(path.read_bytes()))).encode())
+    return digest.hexdigest()
+
+
+class _WithoutTexts(ast.NodeTransformer):
+    """Removes docstrings."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_text else node
 
 
 def _code_files() -> Iterator[Path]:
     root = Path(kvmosaic.__file__).parent
-    for part in ("blend", "core", "kernels", "engines/hf", "engines/chunk_cache.py", "eval"):
-        yield from [root / part] if part.endswith(".py") else sorted((root / part).rglob("*.py"))
+    for folder in ("blend", "core", "kernels", "engines/hf", "eval"):
+        yield from sorted((root / folder).rglob("*.py"))
+    yield from sorted((root / "engines").glob("*.py"))
+    yield root / "models" / "sink_file.py"

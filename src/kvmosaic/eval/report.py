@@ -24,7 +24,19 @@ th:first-child, td:first-child { text-align: left }
 .legend svg { width: 14px; height: 14px; margin-right: .35rem }
 """
 HEADS = (
-    *("policy", "ratio", "charged ratio", "KL mean", "KL p95", "top-1", "EM", "F1", "gap closed", "TTFT ms"),
+    *(
+        "policy",
+        "sink prefix",
+        "ratio",
+        "charged ratio",
+        "KL mean",
+        "KL p95",
+        "top-1",
+        "EM",
+        "F1",
+        "gap closed",
+        "TTFT ms",
+    ),
     *("KL − random", "F1 − random"),
 )
 
@@ -71,15 +83,25 @@ cells; coloured where its 95&nbsp;% interval, shown on hover, does not contain 0
 
 
 def _series(lines: Sequence[SummaryLine]) -> dict[str, list[SummaryLine]]:
-    """Lines by policy. Each begins with nothing recomputed, which is the same for all policies. Everything recomputed
-    is left out: it says nothing about a policy, and would leave a tenth of the width to the interesting ratios."""
-    ends = {line.row.policy: line for line in lines if line.row[:2] in (NONE, ALL)}
-    names = dict.fromkeys(line.row.policy for line in lines if line.row.policy not in ends)
-    between = {name: [line for line in lines if line.row.policy == name] for name in names}
-    return {
-        name: sorted([ends[NONE.policy], *mine], key=lambda line: line.row.charged_ratio)
-        for name, mine in (between or {"reuse as is, recompute all": [ends[ALL.policy]]}).items()
-    }
+    """Lines by policy and sink prefix. Each begins with nothing recomputed, which is the same for all policies.
+    Everything recomputed is left out: it says nothing about a policy, and would leave a tenth of the width to the
+    interesting ratios."""
+    sinks = list(dict.fromkeys(line.sink_prefix for line in lines))
+    series = {}
+    for sink in sinks:
+        behind = f" after {_short(sink)}" if len(sinks) > 1 else ""
+        mine = [line for line in lines if line.sink_prefix == sink]
+        ends = {line.row.policy: line for line in mine if line.row[:2] in (NONE, ALL)}
+        names = dict.fromkeys(line.row.policy for line in mine if line.row.policy not in ends)
+        between = {name: [line for line in mine if line.row.policy == name] for name in names}
+        for name, some in (between or {"reuse as is, recompute all": [ends[ALL.policy]]}).items():
+            series[name + behind] = sorted([ends[NONE.policy], *some], key=lambda line: line.row.charged_ratio)
+    return series
+
+
+def _short(sink_prefix: str) -> str:
+    """A sink prefix as a legend shows it: files without their folders, texts by their first words."""
+    return sink_prefix.rpartition("/")[2][:40]
 
 
 def _points(
@@ -113,6 +135,7 @@ def _cells(line: SummaryLine) -> Iterator[str]:
     gap = "–" if row.gap_closed is None else f"{row.gap_closed:.0%}"
     for text in (
         escape(row.policy),
+        escape(_short(line.sink_prefix)),
         f"{row.ratio:g}",
         f"{row.charged_ratio:.3f}",
         _bracketed(line.kl),

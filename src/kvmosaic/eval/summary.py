@@ -30,10 +30,13 @@ class SummaryLine(NamedTuple):
     kl_to_random: Interval
     """Below 0: closer to full prefill than random."""
     f1_to_random: Interval
+    sink_prefix: str
+    """The setting that chunks were filled with."""
 
     def as_dict(self) -> dict[str, Any]:
-        named = {name: getattr(self, name)._asdict() for name in self._fields if name != "row"}
-        return {"policy": self.row.policy, "ratio": self.row.ratio, **named}
+        names = ("kl", "f1", "kl_to_random", "f1_to_random")
+        cell = {"sink_prefix": self.sink_prefix, "policy": self.row.policy, "ratio": self.row.ratio}
+        return {**cell, **{name: getattr(self, name)._asdict() for name in names}}
 
 
 class Reference(NamedTuple):
@@ -56,16 +59,23 @@ class Summary(NamedTuple):
             "full_prefill": self.full_prefill._asdict(),
             "no_context": self.no_context._asdict(),
             "intervals": [line.as_dict() for line in self.lines],
-            "rows": [line.row._asdict() for line in self.lines],
+            "rows": [{"sink_prefix": line.sink_prefix, **line.row._asdict()} for line in self.lines],
         }
 
+    @classmethod
+    def joined(cls, summaries: "Sequence[Summary]") -> "Summary":
+        """The lines of several sink prefixes. The references do not depend on the prefix."""
+        return summaries[0]._replace(lines=tuple(line for summary in summaries for line in summary.lines))
 
-def summarise(scores: dict[tuple[int, Cell], Score], cells: Sequence[Cell], examples: int, seed: int = 0) -> Summary:
+
+def summarise(
+    scores: dict[tuple[int, Cell], Score], cells: Sequence[Cell], examples: int, sink_prefix: str, seed: int = 0
+) -> Summary:
     """``scores`` must have every cell of every example; ``seed`` is that of the bootstrap."""
     table = {cell: [scores[i, cell] for i in range(examples)] for cell in (*cells, FULL_PREFILL, NO_CONTEXT)}
     full, none = _reference(table[FULL_PREFILL]), _reference(table[NO_CONTEXT])
     ladder = [table[cell] for cell in cells if cell in (NONE, ALL) or cell.policy == RANDOM]
-    lines = tuple(_line(cell, table[cell], ladder, full.f1, none.f1, seed) for cell in cells)
+    lines = tuple(_line(cell, table[cell], ladder, full.f1, none.f1, sink_prefix, seed) for cell in cells)
     return Summary(lines, full, none)
 
 
@@ -78,7 +88,13 @@ def _reference(scores: Sequence[Score]) -> Reference:
 
 
 def _line(
-    cell: Cell, scores: Sequence[Score], ladder: Sequence[Sequence[Score]], full_f1: float, none_f1: float, seed: int
+    cell: Cell,
+    scores: Sequence[Score],
+    ladder: Sequence[Sequence[Score]],
+    full_f1: float,
+    none_f1: float,
+    sink_prefix: str,
+    seed: int,
 ) -> SummaryLine:
     kl, f1, charged = _kl(scores), _f1(scores), _charged(scores)
     gap = full_f1 - none_f1
@@ -104,6 +120,7 @@ def _line(
         bootstrap(f1, seed),
         bootstrap(kl - random_kl, seed),
         bootstrap(f1 - random_f1, seed),
+        sink_prefix,
     )
 
 
