@@ -1,8 +1,10 @@
 """Set-ups that cannot work are refused in one line, before any engine process starts."""
 
 import pytest
+import vllm
 
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.engines.vllm.arguments import WORKER
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.helpers import SMALL, start
 
@@ -13,6 +15,14 @@ def test_pipeline_parallel():
     with pytest.raises(ConfigError, match=r"pipeline.*\S") as caught:
         LLM("smollm2-135m", enable_chunk_cache=True, pipeline_parallel_size=2, **SMALL)
     assert "\n" not in str(caught.value)
+
+
+def test_the_worker_alone_or_beside_another_connector(tiny_llama):
+    """As ``vllm serve`` may be set up by hand."""
+    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    for transfer in (None, {**offloading, "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}):
+        with pytest.raises(Exception, match=r"worker_cls=ChunkWorker needs the connector ChunkConnector"):
+            vllm.LLM(tiny_llama, skip_tokenizer_init=True, worker_cls=WORKER, kv_transfer_config=transfer, **SMALL)
 
 
 def test_without_the_chunk_cache_nothing_is_refused(tiny_llama):

@@ -107,6 +107,11 @@ def _cache_problems(vllm_config: Any) -> list[str]:
             f"kv_cache_dtype={stored}: chunks are kept and moved in the model's own dtype; leave it at auto, "
             f"or set it to {dtype} where the checkpoint asks for {stored}"
         )
+    if vllm_config.cache_config.kv_offloading_size is not None:
+        problems.append(
+            "kv_offloading_size: vLLM would replace the chunk cache by its own offloading; leave it out, and set "
+            "prefix_blocks=true to keep exact prefixes in the tiers of the chunk cache"
+        )
     return problems
 
 

@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_tra
 from vllm.platforms import current_platform
 
 from kvmosaic.core.config import load_config
+from kvmosaic.core.errors import ConfigError
+from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.compat.weights import CHANGING
 
 if TYPE_CHECKING:
@@ -42,7 +44,12 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         super().load_model(*args, **kwargs)
         _runner, _device_pool = self.model_runner, None
         transfer = self.vllm_config.kv_transfer_config
-        assert transfer is not None
+        if transfer is None or transfer.kv_connector != CONNECTOR:
+            found = "none" if transfer is None else transfer.kv_connector
+            raise ConfigError(
+                f"worker_cls={type(self).__name__} needs the connector {CONNECTOR}, and vLLM has {found}; leave out "
+                "worker_cls, or kv_offloading_size and other connectors"
+            )
         assert self.device is not None
         config = load_config(**transfer.kv_connector_extra_config)
         if self.device.type == "cuda" and config.chunk_cache_gpu_memory_fraction > 0:
