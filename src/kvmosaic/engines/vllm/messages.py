@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -37,8 +37,6 @@ class ChunkLoad:
     is_sliced: bool
     """Whether it is computed over several steps. If not, this step computes all of it and continues with the
     question."""
-    adapter: Any = None
-    """``LoRARequest`` of the request's adapter, if any."""
 
     @property
     def writes_shared(self) -> bool:
@@ -72,8 +70,6 @@ class ChunkFill:
     """Content hash and tokens of each."""
     blocks: tuple[tuple[int, ...], ...]
     """Blocks for the context and all chunks, per KV cache group, for this step only."""
-    adapter: Any = None
-    """``LoRARequest`` of the adapter that they are computed with, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +87,6 @@ class FillSlice:
     blocks: tuple[tuple[int, ...], ...]
     """Blocks for the context and the whole chunk, per KV cache group; the same in all steps of the chunk."""
     is_last: bool
-    adapter: Any = None
-    """``LoRARequest`` of the adapter that the chunk is computed with, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)

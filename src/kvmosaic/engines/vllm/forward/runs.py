@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ class Run(NamedTuple):
     """Position of the first token."""
     blocks: Sequence[Sequence[int]]
     """The sequence's block ids, per KV cache group; they cover positions ``0 .. start + len(tokens) - 1``."""
-    adapter: Any = None
-    """``LoRARequest`` of the adapter that the tokens are computed with, if any."""
 
     @property
     def end(self) -> int:
@@ -88,18 +86,16 @@ def cut(runs: Sequence[Run], room: int) -> tuple[list[Run], list[Run]]:
     first: list[Run] = []
     for index, run in enumerate(runs):
         if len(run.tokens) > room:
-            head = [run._replace(tokens=run.tokens[:room])] if room else []
-            rest = run._replace(tokens=run.tokens[room:], start=run.start + room)
+            head = [Run(run.tokens[:room], run.start, run.blocks)] if room else []
+            rest = Run(run.tokens[room:], run.start + room, run.blocks)
             return first + head, [rest, *runs[index + 1 :]]
         first.append(run)
         room -= len(run.tokens)
     return first, []
 
 
-def runs_of(
-    wanted: np.ndarray, tokens: Sequence[int], blocks: Sequence[Sequence[int]], adapter: Any = None
-) -> list[Run]:
+def runs_of(wanted: np.ndarray, tokens: Sequence[int], blocks: Sequence[Sequence[int]]) -> list[Run]:
     """The ``wanted`` tokens, ``[tokens]`` bool, of a sequence as runs."""
     edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
     pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [Run(tokens[start:end], start, blocks, adapter) for start, end in pairs]
+    return [Run(tokens[start:end], start, blocks) for start, end in pairs]

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from kvmosaic.engines.vllm.compat.graphs import graph_context, graph_inputs, graph_size
 from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_by
-from kvmosaic.engines.vllm.compat.running import adapters_of, max_adapters, set_forward_context
+from kvmosaic.engines.vllm.compat.running import no_adapters, set_forward_context
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
@@ -59,7 +59,6 @@ class SparseForward:
         takes_embeddings = (
             getattr(runner, "supports_mm_inputs", False) or vllm_config.model_config.enable_prompt_embeds
         )
-        self._max_adapters = max_adapters(vllm_config)
         self._runs_compiled = runner.device.type != "cpu" and not takes_embeddings
 
     @property
@@ -109,25 +108,20 @@ class SparseForward:
                 self._forward(work, 0, note, layers, graphs=True)
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[Pass]:
-        """Cut runs into passes within the limits on tokens, on adapters and, if a backend computes attention, on
-        runs."""
+        """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs."""
         room = self.step_tokens
         max_runs = room if self._in_tiles(runs) else self._metadata.max_runs
         batch: list[Run] = []
-        adapters: set[int] = set()
         for run in runs:
             rest = run
             while rest.tokens:
-                if run.adapter is not None:
-                    adapters.add(run.adapter.lora_int_id)
-                if room == 0 or len(batch) == max_runs or len(adapters) > self._max_adapters:
+                if room == 0 or len(batch) == max_runs:
                     yield self.kv.make_pass(batch)
                     room, batch = self.step_tokens, []
-                    adapters = set() if run.adapter is None else {run.adapter.lora_int_id}
-                head = rest._replace(tokens=rest.tokens[:room])
+                head = Run(rest.tokens[:room], rest.start, rest.blocks)
                 batch.append(head)
                 room -= len(head.tokens)
-                rest = rest._replace(tokens=rest.tokens[len(head.tokens) :], start=head.end)
+                rest = Run(rest.tokens[len(head.tokens) :], head.end, rest.blocks)
         if batch:
             yield self.kv.make_pass(batch)
 
@@ -174,7 +168,7 @@ class SparseForward:
         watched = self.kv.layers if everywhere else [self.kv.layers[index] for index in observed]
         with (
             torch.inference_mode(),
-            adapters_of(self._runner, [(run.adapter, len(run.tokens)) for run in work.runs]),
+            no_adapters(self._runner, len(work.sequences), count),
             attention_by(attend, wait_for, watched),
             set_forward_context(
                 self._metadata.build(work) if queries is None else None,

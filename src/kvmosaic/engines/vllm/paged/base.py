@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from math import lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -82,7 +82,6 @@ class RequestBlocks(ABC):
         chunks: Sequence[Sequence[int]],
         blocks: Sequence[Sequence[int]],
         sink: ChunkKV | None = None,
-        adapter: Any = None,
     ) -> list[KV]:
         """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses. The
         blocks have room for any one of the chunks; as many chunks as fit are computed at a time.
@@ -95,7 +94,7 @@ class RequestBlocks(ABC):
         shared = len(context) // lcm(*sizes) * lcm(*sizes)
         first = [shared // size for size in sizes]
         results: list[KV] = []
-        runs = [Run(context[:shared], 0, blocks, adapter)] if shared and sink is None else []
+        runs = [Run(context[:shared], 0, blocks)] if shared and sink is None else []
         used = list(first)
         if sink is not None:
             self.place([(sink, 0)], blocks, 0)
@@ -115,11 +114,11 @@ class RequestBlocks(ABC):
                 used = list(first)
             own = [(*row[:k], *row[u : u + n]) for row, k, u, n in zip(blocks, first, used, need, strict=True)]
             if sink is None:
-                runs.append(Run([*context[shared:], *chunk], shared, own, adapter))
+                runs.append(Run([*context[shared:], *chunk], shared, own))
             else:
                 if shared < len(context):
                     self.place([(sink, 0)], own, shared)
-                runs.append(Run(chunk, len(context), own, adapter))
+                runs.append(Run(chunk, len(context), own))
             used = [u + n for u, n in zip(used, need, strict=True)]
         compute()
         return results

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvmosaic.engines.vllm.compat.scheduling import Borrowed, FreeBlocks, Step
 from kvmosaic.engines.vllm.messages import ChunkFill, FillSlice
@@ -14,14 +13,6 @@ OVERDUE_SECONDS = 1.0
 """Age, in seconds, from which on a chunk no longer waits for a step that computes no prompts."""
 MAX_LOOKS = 32
 """Maximum number of chunks that a step passes over, for example for lack of free blocks."""
-
-
-class _Group(NamedTuple):
-    """What chunks that are filled together have in common."""
-
-    context: tuple[int, ...]
-    adapter_id: int
-    """vLLM's number of the adapter, 0 for none. Adapters of one name may differ."""
 
 
 @dataclass
@@ -138,25 +129,23 @@ class FillBacklog:
             tokens=tokens,
             blocks=(begun.blocks.ids,),
             is_last=begun.done == len(begun.tokens),
-            adapter=begun.chunk.adapter,
         )
 
     def _fill(self, pool: FreeBlocks, room: int, reserve: int, used: int) -> list[ChunkFill]:
         """Chunks to fill as a whole, in turns of their requests. ``used`` tokens of the step's ``room`` are already
         taken."""
-        groups: dict[_Group, list[WaitingChunk]] = {}
-        counts: dict[_Group, int] = {}
+        groups: dict[tuple[int, ...], list[WaitingChunk]] = {}
+        counts: dict[tuple[int, ...], int] = {}
         left, free, looks = room - used, pool.count, min(MAX_LOOKS, len(self._waiting_chunks))
         while self._waiting_chunks and looks:
             chunk = self._waiting_chunks.next()
-            group = _Group(chunk.context, 0 if chunk.adapter is None else chunk.adapter.lora_int_id)
             once, each = self._shape.fill_shares(len(chunk.context))
-            held = each + len(chunk.tokens) + (0 if group in groups else once)
+            held = each + len(chunk.tokens) + (0 if chunk.context in groups else once)
             computed = len(chunk.tokens) if self._shape.places_sink else held
             count = self._shape.blocks_for(held)
             if computed <= left and count <= free:
-                groups.setdefault(group, []).append(self._waiting_chunks.take())
-                counts[group] = counts.get(group, 0) + count
+                groups.setdefault(chunk.context, []).append(self._waiting_chunks.take())
+                counts[chunk.context] = counts.get(chunk.context, 0) + count
                 left, free = left - computed, free - count
                 continue
             if computed > left and self._begun is None:
@@ -168,15 +157,14 @@ class FillBacklog:
             else:
                 self._waiting_chunks.skip()
             looks -= 1
-        borrowed = {group: pool.borrow(count) for group, count in counts.items()}
+        borrowed = {context: pool.borrow(count) for context, count in counts.items()}
         for blocks in borrowed.values():
             pool.give_back(blocks)
         return [
             ChunkFill(
-                context=group.context,
+                context=context,
                 chunks=tuple((chunk.digest, chunk.tokens) for chunk in chunks),
-                blocks=(borrowed[group].ids,),
-                adapter=chunks[0].adapter,
+                blocks=(borrowed[context].ids,),
             )
-            for group, chunks in groups.items()
+            for context, chunks in groups.items()
         ]

@@ -8,26 +8,18 @@ from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.identity import chunk_context
 
 
-def salt_of(cache_salt: str | None, adapter: bytes | None) -> bytes | None:
-    """What separates a request's chunks from those of others: its ``cache_salt``, which separates clients in vLLM's
-    prefix cache as well, and the digest of its adapter."""
-    # JSON can contain an unpaired surrogate.
-    salt = None if cache_salt is None else cache_salt.encode(errors="surrogatepass")
-    return salt if adapter is None else b"adapter" + adapter + (salt or b"")
-
-
 class ChunkDigests:
     """Content hashes of the spans of one prompt, and the context that chunks are computed after. The context may
     depend on ``first``, the position where the prompt's first chunk begins."""
 
     def __init__(
-        self, config: ChunkCacheConfig, sink: tuple[int, ...], prompt: ChunkedPrompt, salt: bytes | None
+        self, config: ChunkCacheConfig, sink: tuple[int, ...], prompt: ChunkedPrompt, cache_salt: str | None
     ) -> None:
-        """``salt``: what else the chunks belong to, from :func:`salt_of`."""
         self._config = config
         self._sink = sink
         self._prompt = prompt
-        self._salt = salt
+        # JSON can contain an unpaired surrogate.
+        self._salt = None if cache_salt is None else cache_salt.encode(errors="surrogatepass")
         self._contexts: dict[int, tuple[tuple[int, ...], ContentHasher]] = {}
         """Contexts and their hashers by ``first``, of which there are few values; a context may be as long as the
         prompt."""
@@ -41,6 +33,7 @@ class ChunkDigests:
         digest = self._after(first)[1].hash(self._prompt.token_array[span.start : span.end])
         if self._salt is None:
             return digest
+        # The salt separates clients in vLLM's prefix cache, so it also does here.
         return hashlib.sha256(self._salt + digest).digest()[: len(digest)]
 
     def _after(self, first: int) -> tuple[tuple[int, ...], ContentHasher]:

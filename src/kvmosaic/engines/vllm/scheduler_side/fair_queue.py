@@ -5,7 +5,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 MAX_WAITING_TOKENS = 2**21
 """Maximum number of waiting tokens, including contexts."""
@@ -25,8 +24,6 @@ class WaitingChunk:
     tokens: tuple[int, ...]
     context: tuple[int, ...]
     """Tokens that it is computed after."""
-    adapter: Any = None
-    """``LoRARequest`` of the adapter that it is computed with, if any."""
     since: float = field(default_factory=lambda: time.monotonic())
     tries: int = 0
     """Number of steps that passed it over."""

@@ -12,8 +12,7 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.parameters import RequestParameters
-from kvmosaic.engines.vllm.scheduler_side.adapters import AdapterDigests
-from kvmosaic.engines.vllm.scheduler_side.digests import ChunkDigests, salt_of
+from kvmosaic.engines.vllm.scheduler_side.digests import ChunkDigests
 from kvmosaic.engines.vllm.scheduler_side.fair_queue import WaitingChunk
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
@@ -57,7 +56,6 @@ class Planner:
         self._parser = parser
         self._sink = sink
         self._shape = shape
-        self._adapters = AdapterDigests()
         self._named: set[str] = set()
         """Unknown parameters that were named in the log."""
 
@@ -90,10 +88,10 @@ class Planner:
         ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
         policy = self._config.policy if params.policy is None else params.policy
         policy_served(policy, self._shape.num_layers)
-        reason, salt = self._cannot_be_reused(request), self._salt(request)
+        reason = _cannot_be_reused(request)
         longer: tuple[Span, ...] = ()
         if self._discovery is not None and reason is None and params.boundaries is None:
-            prompt, longer = self._with_runs(prompt, self._discovery, salt)
+            prompt, longer = self._with_runs(prompt, self._discovery, request.cache_salt)
         if not prompt.chunks:
             return Plan(None, absent)
         if reason is None and looks_inside(policy, ratio) and any(map(self._shape.is_cut, map(len, prompt.chunks))):
@@ -106,15 +104,14 @@ class Planner:
         if reason is not None:
             return Plan(reason, absent)
         first = prompt.chunks[0].start
-        digests = ChunkDigests(self._config, self._sink, prompt, salt)
+        digests = ChunkDigests(self._config, self._sink, prompt, request.cache_salt)
         hashes = tuple(digests.digest(span, first) for span in prompt.chunks)
         turn_ends = tuple(self._parser.turn_ends(prompt))
-        context, adapter = digests.context(first), request.lora_request
-        ours = ChunkRequest(request.request_id, prompt, ratio, policy, context, hashes, turn_ends, adapter)
+        ours = ChunkRequest(request.request_id, prompt, ratio, policy, digests.context(first), hashes, turn_ends)
         return Plan(ours, absent, tuple(self._to_fill(ours, longer, digests)))
 
     def _with_runs(
-        self, prompt: ChunkedPrompt, discovery: Discovery, salt: bytes | None
+        self, prompt: ChunkedPrompt, discovery: Discovery, salt: str | None
     ) -> tuple[ChunkedPrompt, tuple[Span, ...]]:
         """The prompt with recurring texts as further chunks, and longer texts that should be stored."""
         digests = ChunkDigests(self._config, self._sink, prompt, salt)
@@ -122,7 +119,7 @@ class Planner:
         def is_stored(span: Span, first: int) -> bool:
             return self._mirror.has(digests.digest(span, first))
 
-        found = discovery.find(prompt.token_array, prompt.chunks, None if salt is None else salt.hex(), is_stored)
+        found = discovery.find(prompt.token_array, prompt.chunks, salt, is_stored)
         runs = found.chunks[: MAX_CHUNKS - len(prompt.chunks)]
         chunks = sorted([*prompt.chunks, *runs], key=lambda span: span.start)
         return ChunkedPrompt(prompt.token_ids, tuple(chunks)) if runs else prompt, found.to_fill
@@ -137,21 +134,17 @@ class Planner:
             context = digests.context(first)
             if len(span) + len(context) <= self._shape.max_positions:
                 tokens = request.prompt.tokens_of(span)
-                digest, adapter = digests.digest(span, first), request.adapter
-                yield WaitingChunk(request.request_id, digest, tokens, context, adapter)
+                yield WaitingChunk(request.request_id, digests.digest(span, first), tokens, context)
 
-    def _cannot_be_reused(self, request: Any) -> Fallback | None:
-        """Why the KV of a request's chunks cannot be taken from the store; ``None`` if it can."""
-        if request.lora_request is not None and self._adapters.digest(request.lora_request) is None:
-            return Fallback.LORA
-        if request.prompt_embeds is not None:
-            return Fallback.PROMPT_EMBEDS
-        if request.mm_features:
-            return Fallback.MULTIMODAL
-        if request.pooling_params is not None or request.skip_reading_prefix_cache:
-            return Fallback.EVERY_TOKEN_WANTED
-        return None
 
-    def _salt(self, request: Any) -> bytes | None:
-        adapter = None if request.lora_request is None else self._adapters.digest(request.lora_request)
-        return salt_of(request.cache_salt, adapter)
+def _cannot_be_reused(request: Any) -> Fallback | None:
+    """Why the KV of a request's chunks cannot be taken from the store; ``None`` if it can."""
+    if request.lora_request is not None:
+        return Fallback.LORA
+    if request.prompt_embeds is not None:
+        return Fallback.PROMPT_EMBEDS
+    if request.mm_features:
+        return Fallback.MULTIMODAL
+    if request.pooling_params is not None or request.skip_reading_prefix_cache:
+        return Fallback.EVERY_TOKEN_WANTED
+    return None

@@ -30,8 +30,6 @@ class ChunkRequest:
     """Content hash of each chunk."""
     turn_ends: tuple[int, ...]
     """For each chunk, the position where its turn of the conversation ends."""
-    adapter: Any = None
-    """``LoRARequest`` of its adapter, if any."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
     """Tiers from which chunks were fetched, by content hash."""
     asked_for: list[bytes] = field(default_factory=list)
@@ -143,7 +141,6 @@ class ChunkRequest:
             is_findable=is_findable,
             fill=fill,
             is_sliced=self.is_long,
-            adapter=self.adapter,
         )
 
     def wait_for(self, ranks: int) -> None:

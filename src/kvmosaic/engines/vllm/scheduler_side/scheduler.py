@@ -142,9 +142,7 @@ class ChunkScheduler:
         local = ours.prompt.question.start - num_external
         if num_external:  # first of all: from here on, vLLM relies on the load
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
-            # A salt or an adapter sets a prompt's tokens apart from the same tokens of others.
-            is_findable = request.cache_salt is None and request.lora_request is None and not ours.is_stale
-            self._load(ours, local, ids, is_findable=is_findable)
+            self._load(ours, local, ids, is_findable=request.cache_salt is None and not ours.is_stale)
         elif ours.has_fetched:
             self._work.released.append(ours.request_id)
         with self.stats.doing_without("a request's report"):

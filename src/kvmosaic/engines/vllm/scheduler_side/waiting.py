@@ -121,5 +121,4 @@ class WaitingRoom:
         longest = self._shape.max_positions - len(request.context)
         for span, digest in request.chunks_from(local):
             if len(span) <= longest and not self._mirror.has(digest):
-                tokens = request.prompt.tokens_of(span)
-                yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter)
+                yield WaitingChunk(request.request_id, digest, request.prompt.tokens_of(span), request.context)

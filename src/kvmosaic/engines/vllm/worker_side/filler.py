@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -57,17 +56,13 @@ class ChunkFiller:
         self._stats = stats
 
     def fill(
-        self,
-        chunks: Mapping[ChunkKey, Sequence[int]],
-        context: Sequence[int],
-        blocks: Sequence[Sequence[int]],
-        adapter: Any = None,
+        self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], blocks: Sequence[Sequence[int]]
     ) -> dict[ChunkKey, ChunkKV]:
-        """Compute the entries of ``chunks`` after ``context``, in ``blocks`` with room for any one of them, with an
-        ``adapter`` (``LoRARequest``) or without, and store them."""
+        """Compute the entries of ``chunks`` after ``context``, in ``blocks`` with room for any one of them, and store
+        them."""
         once, each = (0, 0) if self._sink is not None else self._shape.fill_shares(len(context))
         with self._timer.stage("fill", once + sum(each + len(tokens) for tokens in chunks.values())):
-            computed = self._paged.fill(context, list(chunks.values()), blocks, self._sink, adapter)
+            computed = self._paged.fill(context, list(chunks.values()), blocks, self._sink)
             entries = {
                 key: self._stored(key, tokens, context, kv)
                 for (key, tokens), kv in zip(chunks.items(), computed, strict=True)
@@ -92,14 +87,14 @@ class ChunkFiller:
 
     def _fill_one(self, fill: ChunkFill) -> dict[ChunkKey, ChunkKV]:
         chunks = {self._cache.key_of_hash(digest, len(tokens)): tokens for digest, tokens in fill.chunks}
-        return self.fill(chunks, fill.context, fill.blocks, fill.adapter)
+        return self.fill(chunks, fill.context, fill.blocks)
 
     def _fill_slice(self, part: FillSlice) -> bool:
         """Compute a part of a chunk, and store the chunk after its last part. Always returns true: it was done."""
         placed = len(self._sink.tokens) if self._sink is not None else 0
         if self._sink is not None and part.start == placed:
             self._paged.place([(self._sink, 0)], part.blocks, 0)
-        run = Run(part.tokens, part.start, part.blocks, part.adapter)
+        run = Run(part.tokens, part.start, part.blocks)
         first = max(part.start, part.context_tokens)
         captures = not self._paged.can_read and run.end > first
         with self._timer.stage("fill", len(part.tokens)):

@@ -191,4 +191,4 @@ class ChunkLoader:
 
 
 def _runs(load: ChunkLoad, wanted: np.ndarray) -> list[Run]:
-    return runs_of(wanted, load.prompt.token_ids, load.blocks, load.adapter)
+    return runs_of(wanted, load.prompt.token_ids, load.blocks)

@@ -39,7 +39,6 @@ class VllmProbe(AssembledPrompt):
         ``start`` are not written to."""
         self._start = load.start
         self._moves = moves
-        self._adapter = load.adapter
         self._forward = forward
         self._paged = paged
         self._ranks = ranks
@@ -105,4 +104,4 @@ class VllmProbe(AssembledPrompt):
         return max(self.prompt.chunks[0].start, self._start)
 
     def _run(self, start: int, end: int) -> Run:
-        return Run(self.prompt.token_ids[start:end], start, self._blocks, self._adapter)
+        return Run(self.prompt.token_ids[start:end], start, self._blocks)
