@@ -102,11 +102,11 @@ def data(tmp_path, monkeypatch):
 
 
 def test_a_learned_sink_is_one_more_choice(data):
-    assert _default_sinks("some/model") == "bos,none,document"
+    assert _default_sinks("some/model") == ["bos", "none", "document"]
     learned = sink_path("some/model")
     learned.parent.mkdir()
     learned.touch()
-    assert _default_sinks("some/model") == f"bos,none,document,learned:{learned}"
+    assert _default_sinks("some/model") == [f"learned:{learned}", "bos", "none", "document"]
 
 
 @pytest.mark.slow

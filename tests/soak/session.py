@@ -5,12 +5,15 @@ import random
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from tests.soak.faults import DiskFault, end_disk_fault, install_disk_faults, start_disk_fault
 from tests.soak.inside import NAME, Begun, BlockWatch, chunks_of, engine_state, preemptions, waiting_fills
 from tests.soak.traffic import Ask, Kind, Traffic
+
+T = TypeVar("T")
 
 STEP = 256
 """Tokens that vLLM computes in a step at most."""
@@ -44,9 +47,10 @@ class Stall:
     """Time in which somebody who has no chunks got no token."""
 
     seconds: float
-    """Without the time in which other programs had the processor."""
+    """Time that the engine was busy, without the time in which other programs had the processor. What a client does
+    between steps does not count: it lives in the engine's process only here."""
     with_others: float
-    """With it."""
+    """With the time of other programs."""
     steps: int
     end: int
     """The engine's step that ended it."""
@@ -77,9 +81,10 @@ class _Running:
     ask: Ask
     chunks: tuple[tuple[int, int], ...] | None
     steps: int = 0
-    since: float = 0.0
-    """When its last token came, or it; and how long this thread had waited for a processor by then."""
+    since: float | None = None
+    """The engine's clock when its last token came, or it; ``None`` since it was preempted."""
     waited: float = 0.0
+    """How long this thread had waited for a processor by then."""
     begun_at: int = 0
     """The step of that token."""
     preempted: int = 0
@@ -99,6 +104,10 @@ class Session:
         self._running: dict[str, _Running] = {}
         self._faults = itertools.cycle(self._random.sample(get_args(DiskFault), 3))
         self._count = self._steps = 0
+        self._busy = 0.0
+        """The engine's clock: seconds that it was busy."""
+        core = self._engine.engine_core
+        core.add_request = self._timed(core.add_request)
         self._disk_fault, self._disk_until = "", 0.0
 
     def round(self, seconds: float, disk_faults: bool) -> RoundOutcome:
@@ -179,7 +188,7 @@ class Session:
         if ask.salt is not None:
             prompt["cache_salt"] = ask.salt
         self._outcome.requests[ask.kind] += 1
-        now, waited = time.monotonic(), self._watch.kept_waiting
+        now, waited = self._busy, self._watch.kept_waiting
         try:
             self._engine.add_request(name, prompt, _sampling(ask))
         except Exception:
@@ -200,8 +209,8 @@ class Session:
             self._engine.abort_request([name])
             del self._running[name]
             self._outcome.aborted += 1
-        outputs = self._engine.step()
-        now = time.monotonic()
+        outputs = self._timed(self._engine.step)()
+        now = self._busy
         self._steps += 1
         self._outcome.steps += 1
         for begun in self._watch.after_step():
@@ -215,7 +224,7 @@ class Session:
             if times > each.preempted:
                 self._outcome.preempted += times - each.preempted
                 each.preempted = times
-                each.since = 0.0  # vLLM's own doing
+                each.since = None  # vLLM's own doing
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:
@@ -229,19 +238,31 @@ class Session:
 
     def _note_gap(self, running: _Running, now: float, waited: float) -> None:
         """Of one who has no chunks; a first token may have had to wait for vLLM's own reasons."""
-        if running.ask.kind == "plain" and running.since and running.count:
+        if running.ask.kind == "plain" and running.since is not None and running.count:
             wall = now - running.since
             own = wall - (waited - running.waited)
             stalls = [stall for stall in self._outcome.stalls if stall.end != self._steps or stall.seconds > own]
             if all(stall.end != self._steps for stall in stalls):
-                stalls.append(Stall(own, wall, self._steps - running.begun_at, self._steps, self._what_goes_on(now)))
+                stalls.append(Stall(own, wall, self._steps - running.begun_at, self._steps, self._what_goes_on()))
             self._outcome.stalls = sorted(stalls, key=lambda stall: -stall.seconds)[:5]
         running.since, running.waited, running.begun_at = now, waited, self._steps
 
-    def _what_goes_on(self, now: float) -> str:
+    def _timed(self, function: Callable[..., T]) -> Callable[..., T]:
+        """The function, whose time counts as the engine's."""
+
+        def timed(*args: Any, **kwargs: Any) -> T:
+            begin = time.monotonic()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._busy += time.monotonic() - begin
+
+        return timed
+
+    def _what_goes_on(self) -> str:
         kinds = Counter(each.ask.kind for each in self._running.values())
         junk = [repr(each.ask.params)[:50] for each in self._running.values() if each.ask.kind == "junk"]
-        disk = [self._disk_fault] if now < self._disk_until else []
+        disk = [self._disk_fault] if time.monotonic() < self._disk_until else []
         running = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
         return "; ".join([*disk, *junk, running, self._watch.planned])
 

@@ -73,8 +73,8 @@ def calibrate(
     target.check()
     chosen_policies = [part.strip() for part in BETWEEN_POLICIES.split(policies)]
     cells = candidate_cells(chosen_policies, numbers(ratios))
-    offered = _default_sinks(model) if sink_prefixes is None else sink_prefixes
-    sinks = list(dict.fromkeys(part.strip() for part in offered.split(",")))
+    offered = _default_sinks(model) if sink_prefixes is None else [part.strip() for part in sink_prefixes.split(",")]
+    sinks = list(dict.fromkeys(offered))
     if "" in sinks:
         raise ConfigError(f"--sink-prefixes {sink_prefixes!r}: one of them is empty; use none for no prefix")
     examples = load(data, limit, seed)
@@ -118,10 +118,11 @@ def calibrate(
         raise typer.Exit(1)
 
 
-def _default_sinks(model: str) -> str:
-    """The sink prefixes that every model has, and the one that ``kvmosaic tune`` learned for this model."""
+def _default_sinks(model: str) -> list[str]:
+    """The sink prefixes that every model has, after the one that ``kvmosaic tune`` learned for this model: if that is
+    refused, it is refused at once."""
     learned = sink_path(model).absolute()
-    return ",".join(["bos,none,document", *([f"{LEARNED}{learned}"] if learned.is_file() else [])])
+    return [*([f"{LEARNED}{learned}"] if learned.is_file() else []), "bos", "none", "document"]
 
 
 def _measure(

@@ -99,8 +99,10 @@ def evaluate(
         with console.status(f"loading {model}"):
             first = engines.enter_context(LLM(model, enable_chunk_cache=True, **own, **given[0]))
             # All share one copy of the weights.
-            others = [LLM(first.model, first.tokenizer, enable_chunk_cache=True, **own, **each) for each in given[1:]]
-            llms = [first, *map(engines.enter_context, others)]
+            llms = [first]
+            for each in given[1:]:
+                other = LLM(first.model, first.tokenizer, enable_chunk_cache=True, **own, **each)
+                llms.append(engines.enter_context(other))
             plans = [make_plan(llm, examples, cells, max_answer) for llm in llms]
         folder = output or Path(platformdirs.user_cache_dir("kvmosaic")) / "eval"
         with interruptible(), progress_bar(len(llms) * len(examples)) as steps:

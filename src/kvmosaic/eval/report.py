@@ -87,9 +87,11 @@ def _series(lines: Sequence[SummaryLine]) -> dict[str, list[SummaryLine]]:
     Everything recomputed is left out: it says nothing about a policy, and would leave a tenth of the width to the
     interesting ratios."""
     sinks = list(dict.fromkeys(line.sink_prefix for line in lines))
+    are_short_names_unique = len({_short(sink) for sink in sinks}) == len(sinks)
     series = {}
     for sink in sinks:
-        behind = f" after {_short(sink)}" if len(sinks) > 1 else ""
+        name = _short(sink) if are_short_names_unique else sink
+        behind = f" after {name}" if len(sinks) > 1 else ""
         mine = [line for line in lines if line.sink_prefix == sink]
         ends = {line.row.policy: line for line in mine if line.row[:2] in (NONE, ALL)}
         names = dict.fromkeys(line.row.policy for line in mine if line.row.policy not in ends)

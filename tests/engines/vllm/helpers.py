@@ -340,7 +340,8 @@ def add_cost(monkeypatch: pytest.MonkeyPatch, llm: LLM, more: int) -> None:
     count, cost = admission.tokens_to_compute, admission._load_cost
 
     def dearer(request: Any, local: int) -> Any:
-        return cost(request, local)._replace(rest=more)
+        found = cost(request, local)
+        return found._replace(rest=found.rest + more)
 
     monkeypatch.setattr(admission, "tokens_to_compute", lambda request, local: count(request, local) + more)
     monkeypatch.setattr(admission, "_load_cost", dearer)

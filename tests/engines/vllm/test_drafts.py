@@ -32,7 +32,7 @@ def llm(request, tiny_llama, tmp_path_factory):
     return start(tiny_llama, speculative_config=draft, **SETTINGS)
 
 
-def test_exact_prefixes_are_answered_as_without_drafts(llm):
+def test_exact_prefixes_are_answered_as_before(llm):
     conversation = draw(700)
     [first] = ask(llm, conversation, max_tokens=20)
     forget(llm)

@@ -38,11 +38,6 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         global _runner, _device_pool
-        # vLLM keeps its connector in a global. The connector of an earlier engine in this process would be mistaken
-        # for ours.
-        ensure_kv_transfer_shutdown()
-        super().load_model(*args, **kwargs)
-        _runner, _device_pool = self.model_runner, None
         transfer = self.vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
             found = "none" if transfer is None else transfer.kv_connector
@@ -50,6 +45,11 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
                 f"worker_cls={type(self).__name__} needs the connector {CONNECTOR}, and vLLM has {found}; leave out "
                 "worker_cls, or kv_offloading_size and other connectors"
             )
+        # vLLM keeps its connector in a global. The connector of an earlier engine in this process would be mistaken
+        # for ours.
+        ensure_kv_transfer_shutdown()
+        super().load_model(*args, **kwargs)
+        _runner, _device_pool = self.model_runner, None
         assert self.device is not None
         config = load_config(**transfer.kv_connector_extra_config)
         if self.device.type == "cuda" and config.chunk_cache_gpu_memory_fraction > 0:

@@ -399,10 +399,12 @@ def test_the_slowest_rank_counts():
 
 @pytest.mark.parametrize(
     ("scheduled", "loaded", "expected"),
-    [(0, 0, 1000), (2000, 0, 1000), (2000, 500, 500), (2000, 900, 100), (1500, 900, 600), (2000, 1900, 0)],
+    [(0, 0, 1000), (2000, 0, 1000), (2000, 500, 500), (2000, 900, 250), (1500, 900, 600), (2000, 1900, 250)],
 )
 def test_a_step_computes_no_more_than_one_and_a_half_full_ones_would(scheduled, loaded, expected):
-    """``loaded``: tokens that a request brings with it which is loaded in the same step."""
+    """But an eighth of a step is always filled, or nothing might ever be.
+
+    ``loaded``: tokens that a request brings with it which is loaded in the same step."""
     side = Side(shape={"step_tokens": 2000}, blocks=2000)
     if loaded:
         stored = text(1, 3000)  # more than what is loaded, so that reuse is worth it

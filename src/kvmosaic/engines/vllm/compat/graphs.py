@@ -23,7 +23,8 @@ def graph_size(runner: Any, tokens: int) -> int | None:
     ):
         return None
     assert manager is not None
-    if "vllm::unified_kv_cache_update" not in (manager.compilation_config.splitting_ops or ()):
+    kind = "mla_" if runner.model_config.use_mla else ""
+    if f"vllm::unified_{kind}kv_cache_update" not in (manager.compilation_config.splitting_ops or ()):
         return None
     graphs = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, ())
     return min((graph.num_tokens for graph in graphs if graph.num_tokens >= tokens), default=None)

@@ -133,7 +133,8 @@ class LatentLayer(KVLayer):
         the latent to the heads. They may be quantised, so they are read off the projection of unit vectors."""
         layer = self.module
         units = torch.eye(self.k_dim, dtype=q.dtype, device=q.device)
-        to_heads = layer.kv_b_proj(units)[0].view(self.k_dim, self.heads, -1)[..., : layer.qk_nope_head_dim]
+        projection = getattr(layer.kv_b_proj, "base_layer", layer.kv_b_proj)  # without adapters
+        to_heads = projection(units)[0].view(self.k_dim, self.heads, -1)[..., : layer.qk_nope_head_dim]
         still, rotated = q.split([layer.qk_nope_head_dim, self.v_dim], dim=-1)
         return torch.cat([torch.einsum("thd,lhd->thl", still, to_heads), rotated], dim=-1)
 

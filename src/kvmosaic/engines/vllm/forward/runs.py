@@ -28,7 +28,7 @@ class PagedTokens(NamedTuple):
     """Tokens of one paged sequence."""
 
     positions: np.ndarray
-    """``[tokens]`` int64, ascending."""
+    """``[tokens]`` int64, ascending where our own kernel computes attention."""
     blocks: Sequence[Sequence[int]]
     """Block ids, per KV cache group."""
 

@@ -21,6 +21,8 @@ LOAD_SHARE = 0.5
 """Share of a full prefill step's time that a step may spend on loads, whatever vLLM computes in it."""
 LEAST_SLICE_SHARE = 0.25
 """Minimum share of a step's tokens that it computes for a request in slices, whatever else the step does."""
+MAX_PASS_SHARE = 0.25
+"""Maximum share of a step's tokens that one more pass counts as: the measured line of costs is rough."""
 LONGEST_STEP = 1.5
 """Maximum planned time of a step, in full prefill steps. Predictions can be wrong, and no request should wait for two
 full steps."""
@@ -189,11 +191,12 @@ class Admission:
         tokens in it."""
         loaded = self._tokens_in_step + (self.slice_tokens(scheduled) if self._has_slices else 0)
         taken = scheduled + loaded + (self._pass_tokens if loaded else 0)
-        return max(0, min(int(LONGEST_STEP * self._shape.step_tokens) - taken, self.tokens_worth_filling()))
+        room = min(int(LONGEST_STEP * self._shape.step_tokens) - taken, self.tokens_worth_filling())
+        return max(1, room, int(LEAST_FILL_SHARE * self._shape.step_tokens))
 
     @property
     def _room_for_loads(self) -> int:
-        """Tokens that all loads of a step may take, slices included."""
+        """Tokens that all loads of a step may take, except slices, which may take what vLLM leaves."""
         return int(LOAD_SHARE * self._shape.step_tokens) - self._pass_tokens
 
     @property
@@ -202,7 +205,8 @@ class Admission:
         long."""
         if not self._is_measured("blend"):
             return 0
-        return self._tokens_in(max(costs["blend"].fixed for costs in self._costs.values()))
+        fixed = self._tokens_in(max(costs["blend"].fixed for costs in self._costs.values()))
+        return min(fixed, int(MAX_PASS_SHARE * self._shape.step_tokens))
 
     @property
     def _least_slice(self) -> int:

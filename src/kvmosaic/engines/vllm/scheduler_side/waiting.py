@@ -60,7 +60,10 @@ class WaitingRoom:
             if not is_alone and not request.begins_inside(local) and self._admission.choice_is_long(request, local):
                 return Fallback.SLOWER
             # It may still have to wait for a step with room, and for blocks.
-            return external if self._admission.has_room(request, local) else None
+            if self._admission.has_room(request, local):
+                return external
+            has_to_wait = request.has_patience(PATIENCE_SECONDS) or request.begins_inside(local)
+            return None if has_to_wait else Fallback.SLOWER
         if request.has_patience(PATIENCE_SECONDS):
             return None
         if request.begins_inside(local):
