@@ -189,7 +189,7 @@ def test_a_short_key_is_refused_wherever_settings_are_read(monkeypatch):
 
 
 def test_the_key_is_no_setting_and_is_never_shown(monkeypatch):
-    with pytest.raises(ConfigError, match=f"set {ADMIN_KEY_VARIABLE} instead") as caught:
+    with pytest.raises(ConfigError, match=f"environment variable {ADMIN_KEY_VARIABLE}") as caught:
         load_config(chunk_admin_key=KEY)
     assert KEY not in str(caught.value)
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, KEY)
