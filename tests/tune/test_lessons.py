@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.eval.base import Example
 from kvmosaic.eval.data import load
 from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.tune.corpus import MAKERS
@@ -103,6 +104,28 @@ def test_questions_are_about_documents_that_are_there(parser, tokenizer):
         assert sum(map(count_words, made.documents)) <= 200 or len(made.documents) == 1
         for quoted in re.findall(r'What follows "(.*?)"', made.question):
             assert any(quoted in document for document in made.documents)
+
+
+def test_many_questions_of_examples_come_with_the_documents_that_answer_them():
+    texts = [f"The password of room {number} is word-{number}, and nobody else knows it." for number in range(30)]
+    rng = random.Random(random.randrange(2**31))
+    examples = [
+        Example(
+            "",
+            tuple(rng.sample([text, *rng.sample(texts, 3)], 4)),
+            f"What opens room {number}?",
+            (f"word-{number},",),
+        )
+        for number, text in enumerate(texts)
+    ]
+    make, most = from_examples(examples), 0
+    for number in range(60):
+        made = make(random.Random(number), 400)
+        asked = [example for example in examples if example.question in made.question]
+        most = max(most, len(asked))
+        for example in asked:
+            assert any(example.answers[0] in document for document in made.documents)
+    assert most > 2
 
 
 def test_texts_without_blanks_are_passages():

@@ -9,7 +9,7 @@ from kvmosaic.core.prompt import Span
 from kvmosaic.engines.hf.chat import chat_prompt
 from kvmosaic.eval.base import Example
 from kvmosaic.tune.base import Lesson, TrainingPrompt
-from kvmosaic.tune.passages import SYSTEMS, count_words, lesson, lesson_about
+from kvmosaic.tune.passages import MOST_QUESTIONS, SYSTEMS, count_words, lesson, lesson_about
 
 Maker = Callable[[random.Random, int], Lesson]
 """Makes a lesson from a random generator and the approximate maximum number of words of its documents."""
@@ -17,6 +17,10 @@ BETWEEN = ("\n\n", "\n\n", "\n\n", "\n", "\n---\n")
 """Texts that may stand between documents."""
 LABELS = ("", "", "", "[{}] ", "Document {}: ", "Source {}:\n")
 """Texts that may stand before a document."""
+ALL_DOCUMENTS = 0.3
+"""Share of the lessons from examples that keep all documents of an example, most of which do not matter."""
+CLOZE = 0.2
+"""Share of the lessons from examples that ask about any text of the documents instead."""
 MAX_COMPARED = 192
 """Maximum number of tokens at a prompt's end after which student and teacher are compared."""
 MAX_TRIES = 200
@@ -36,18 +40,30 @@ def from_documents(passages: Sequence[str]) -> Maker:
 
 
 def from_examples(examples: Sequence[Example]) -> Maker:
-    """Lessons with the questions and answers of these examples, and the documents of one or two of them."""
+    """Lessons with the questions and answers of these examples: of many at once, about the document that holds each
+    answer, or of one or two with all of their documents."""
 
     def make(rng: random.Random, max_words: int) -> Lesson:
-        chosen = rng.sample(examples, min(len(examples), rng.randint(1, 2)))
-        documents = list(dict.fromkeys(text for example in chosen for text in example.chunks))
+        chosen = rng.sample(examples, min(len(examples), rng.randint(1, MOST_QUESTIONS)))
+        if rng.random() < ALL_DOCUMENTS:
+            chosen = chosen[:2]
+            documents = list(dict.fromkeys(text for example in chosen for text in example.chunks))
+        else:
+            documents = _fitting(list(dict.fromkeys(map(_source, chosen))), max_words)
+            chosen = [example for example in chosen if _source(example) in documents]
         rng.shuffle(documents)
-        if rng.random() < 0.3:
+        if rng.random() < CLOZE:
             return lesson_about(_fitting(documents, max_words), rng, "examples")
         asked = [(example.question, example.answers[0]) for example in chosen]
         return lesson(rng.choice((chosen[0].system, *SYSTEMS)), documents, asked, "examples")
 
     return make
+
+
+def _source(example: Example) -> str:
+    """The first document that holds an answer, or the first of all."""
+    held = (text for text in example.chunks if any(answer in text for answer in example.answers))
+    return next(held, example.chunks[0])
 
 
 def _fitting(documents: Sequence[str], max_words: int) -> list[str]:
