@@ -140,7 +140,7 @@ SCHEDULER = {
     "plan": ("_planner", "plan"),
     "worth": ("_admission", "is_faster"),
     "room": ("_admission", "has_room"),
-    "tokens": ("_admission", "tokens_to_compute"),
+    "tokens": ("_admission", "_load_cost"),
     "admit": ("_admission", "admit"),
     "lend": ("_lender", "lend"),
     "mirror": ("_mirror", "tier"),
