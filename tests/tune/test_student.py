@@ -74,6 +74,29 @@ def test_a_batch_says_what_the_engine_says_of_each_prompt(engine):
         torch.testing.assert_close(kl, by_engine(engine, prompt, sink, positions), rtol=2e-2, atol=2e-6)
 
 
+def test_answers_are_those_of_the_model_alone(engine):
+    """Of prompts of different lengths in one batch; an answer ends with the first token that ends one."""
+    prompts, most = [random_prompt(LIMIT - SINK - 40) for _ in range(3)], 6
+    wanted = []
+    for prompt in prompts:
+        tokens = list(prompt.tokens)
+        for _ in range(most):
+            tokens.append(int(engine.plain_logits(tokens, 1, 0)[-1].argmax()))
+        wanted.append(tokens)
+    end = wanted[0][len(prompts[0].tokens) + 2]
+    for ends in (None, [end]):
+        engine.model.generation_config.eos_token_id = ends
+        with engine.session():
+            answered = Distillation(engine).answered(prompts, most)
+        for prompt, tokens, ours in zip(prompts, wanted, answered, strict=True):
+            answer = tokens[len(prompt.tokens) :]
+            if ends and end in answer:
+                answer = answer[: answer.index(end) + 1]
+            assert list(ours.tokens[len(prompt.tokens) :]) == answer
+            assert (ours.chunks, ours.compared.start) == (prompt.chunks, prompt.compared.start)
+            assert ours.compared.end == len(ours.tokens) - 1
+
+
 def test_nothing_reused_is_a_full_prefill(engine):
     prompt = random_prompt(LIMIT - SINK - 16)
     everything = [position for span in prompt.chunks for position in span.positions]

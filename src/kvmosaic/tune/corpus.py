@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.eval.world import KINDS, PEOPLE
-from kvmosaic.tune.base import Lesson
-from kvmosaic.tune.passages import SYSTEMS, lesson, lesson_about
+from kvmosaic.tune.base import Lesson, Question
+from kvmosaic.tune.passages import LEADS, SYSTEMS, lesson, lesson_about
 from kvmosaic.tune.texts import CHAT, DAYS, LANGUAGES, MAX_SOURCE, MIN_SOURCE, MODULES, REPLIES
 
 
@@ -22,8 +22,8 @@ def made_up(rng: random.Random, max_words: int) -> Lesson:
 
 def _facts(rng: random.Random) -> Lesson:
     example = synthetic(1, rng.randrange(2**31), rng.choice((1, 2, 3)))[0]
-    answer = f"{example.lead.removeprefix('Answer: ')} {example.answers[0]}."
-    return lesson(example.system, example.chunks, [(example.question, answer)], "facts")
+    asked = Question(example.question, rng.choice((example.lead, *LEADS)), f"{example.answers[0]}.")
+    return lesson(example.system, example.chunks, [asked], "facts")
 
 
 def _records(rng: random.Random) -> Lesson:
@@ -37,9 +37,10 @@ def _records(rng: random.Random) -> Lesson:
         "\n".join(form.format(*pair) for pair in pairs[start : start + size]) for start in range(0, len(pairs), size)
     ]
     asked = []
-    for key, value in rng.sample(pairs, rng.randint(1, 3)):
+    for key, value in rng.sample(pairs, rng.choice((1, 1, 3))):
         question = rng.choice(("Repeat the record of one key.", f"Question: What is the value of {key}?"))
-        asked.append((question, form.format(key, value)))
+        lead, end = form.format(key, "\0").split("\0")
+        asked.append(Question(question, lead.rstrip(), f"{value}{end}"))
     return lesson("Find the value of the key in the data.", documents, asked, "records")
 
 
@@ -64,7 +65,7 @@ def _log(rng: random.Random) -> Lesson:
     documents = ["\n".join(line() for _ in range(rng.randint(4, 14))) for _ in range(rng.randint(1, 5))]
     chosen = rng.choice(rng.choice(documents).split("\n"))
     asked = f"Question: What does the log say about request {chosen.rsplit(' ', 1)[1].rstrip(')')}?"
-    return lesson(rng.choice(SYSTEMS), documents, [(asked, chosen)], "log")
+    return lesson(rng.choice(SYSTEMS), documents, [Question(asked, rng.choice(LEADS), chosen)], "log")
 
 
 def _chat(rng: random.Random) -> Lesson:
@@ -84,10 +85,11 @@ def _chat(rng: random.Random) -> Lesson:
                 "large": rng.randint(20, 90),
             }
             lines += [f"User: {said.format(**values)}", f"Assistant: {rng.choice(REPLIES).format(**values)}"]
-            questions.append((f"Question: {question.format(**values)}", answer.format(**values)))
+            asked = question.format(**values), rng.choice(LEADS), answer.format(**values)
+            questions.append(Question(f"Question: {asked[0]}", *asked[1:]))
         sessions.append("\n".join(lines))
     return lesson(
-        rng.choice(SYSTEMS), sessions, rng.sample(questions, min(len(questions), rng.randint(1, 5))), "chat"
+        rng.choice(SYSTEMS), sessions, rng.sample(questions, min(len(questions), rng.choice((1, 1, 1, 2, 4)))), "chat"
     )
 
 
@@ -100,9 +102,9 @@ def _languages(rng: random.Random) -> Lesson:
         values = {"person": person, "small": rng.randint(2, 9), "large": rng.randint(20, 90)}
         told = [each.format(name=rng.choice(rng.choice(KINDS).names), **values) for each in told]
         documents.append(" ".join(told))
-        known.append((question.format(person=person), rng.choice(told)))
+        known.append(Question(question.format(person=person), rng.choice(LEADS), rng.choice(told)))
     rng.shuffle(documents)
-    return lesson(rng.choice(SYSTEMS), documents, rng.sample(known, rng.randint(1, len(known))), "languages")
+    return lesson(rng.choice(SYSTEMS), documents, rng.sample(known, rng.choice((1, 1, 2))), "languages")
 
 
 @cache

@@ -8,8 +8,8 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.hf.chat import chat_prompt
 from kvmosaic.eval.base import Example
-from kvmosaic.tune.base import Lesson, TrainingPrompt
-from kvmosaic.tune.passages import MOST_QUESTIONS, SYSTEMS, count_words, lesson, lesson_about
+from kvmosaic.tune.base import Lesson, Question, TrainingPrompt
+from kvmosaic.tune.passages import EXAMPLES, LEADS, SYSTEMS, count_words, lesson, lesson_about
 
 Maker = Callable[[random.Random, int], Lesson]
 """Makes a lesson from a random generator and the approximate maximum number of words of its documents."""
@@ -17,12 +17,12 @@ BETWEEN = ("\n\n", "\n\n", "\n\n", "\n", "\n---\n")
 """Texts that may stand between documents."""
 LABELS = ("", "", "", "[{}] ", "Document {}: ", "Source {}:\n")
 """Texts that may stand before a document."""
-ALL_DOCUMENTS = 0.3
-"""Share of the lessons from examples that keep all documents of an example, most of which do not matter."""
+ALL_DOCUMENTS = 0.5
+"""Share of the lessons from examples that have all documents of one example, most of which do not matter."""
+MAX_SOURCES = 10
+"""Maximum number of examples whose documents other lessons have."""
 CLOZE = 0.2
 """Share of the lessons from examples that ask about any text of the documents instead."""
-MAX_COMPARED = 192
-"""Maximum number of tokens at a prompt's end after which student and teacher are compared."""
 MAX_TRIES = 200
 """Maximum number of lessons that are made until one of them fits."""
 
@@ -40,21 +40,24 @@ def from_documents(passages: Sequence[str]) -> Maker:
 
 
 def from_examples(examples: Sequence[Example]) -> Maker:
-    """Lessons with the questions and answers of these examples: of many at once, about the document that holds each
-    answer, or of one or two with all of their documents."""
+    """Lessons with the questions of these examples: of one with all of its documents, or of several, with the
+    documents that hold the answers."""
 
     def make(rng: random.Random, max_words: int) -> Lesson:
-        chosen = rng.sample(examples, min(len(examples), rng.randint(1, MOST_QUESTIONS)))
+        chosen = rng.sample(examples, min(len(examples), MAX_SOURCES))
         if rng.random() < ALL_DOCUMENTS:
-            chosen = chosen[:2]
-            documents = list(dict.fromkeys(text for example in chosen for text in example.chunks))
+            chosen = chosen[:1]
+            documents = list(chosen[0].chunks)
         else:
             documents = _fitting(list(dict.fromkeys(map(_source, chosen))), max_words)
             chosen = [example for example in chosen if _source(example) in documents]
         rng.shuffle(documents)
         if rng.random() < CLOZE:
             return lesson_about(_fitting(documents, max_words), rng, "examples")
-        asked = [(example.question, example.answers[0]) for example in chosen]
+        asked = [
+            Question(example.question, example.lead or rng.choice(LEADS), example.answers[0])
+            for example in chosen[: 1 + rng.choice(EXAMPLES)]
+        ]
         return lesson(rng.choice((chosen[0].system, *SYSTEMS)), documents, asked, "examples")
 
     return make
@@ -110,11 +113,10 @@ class Lessons:
         messages = [{"role": "user", "content": between.join([*documents, made.question])}]
         if made.system:
             messages.insert(0, {"role": "system", "content": made.system})
-        tokens = chat_prompt(self._tokenizer, messages, lead=made.answer).token_ids
+        tokens = chat_prompt(self._tokenizer, messages, lead=made.lead).token_ids
         if len(tokens) > self._max_tokens:
             return None
         prompt = self._parser.parse_named(tokens, made.documents).prompt
         if not prompt.chunks:
             return None
-        start = max(prompt.question.start, len(tokens) - MAX_COMPARED)
-        return TrainingPrompt(tuple(tokens), prompt.chunks, Span(start, len(tokens)), made.kind)
+        return TrainingPrompt(tuple(tokens), prompt.chunks, Span(len(tokens) - 1, len(tokens)), made.kind)

@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from kvmosaic.tune.base import Lesson
+from kvmosaic.tune.base import Lesson, Question
 
 SYSTEMS = (
     "Read the documents and answer the question with a few words.",
@@ -20,8 +20,22 @@ MIN_WORDS, MAX_WORDS = 12, 320
 """Minimum and approximate maximum number of words of a passage."""
 WORD = 6
 """Number of characters of a piece that stands for a word in texts without spaces between words."""
-MOST_QUESTIONS = 8
-"""Maximum number of questions of a lesson; all but the last come with their answers."""
+EXAMPLES = (0, 0, 0, 0, 1, 3)
+"""Numbers of questions of a lesson that come with their answers, before the one that the model answers."""
+LEADS = ("Answer:", "Answer:", "")
+"""Beginnings of answers that are given to the model."""
+OPEN_QUESTIONS = (
+    "Summarise the documents in one sentence.",
+    "What is the first document about?",
+    "What is the last document about?",
+    "Which names are mentioned above?",
+    "Write a title for each of the texts.",
+    "What is the most important fact here, and why?",
+    "Explain this to a child.",
+)
+"""Questions about any text."""
+OPEN = 0.3
+"""Share of the lessons about passages that have such a question."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 
@@ -54,16 +68,19 @@ def _limit(rng: random.Random) -> int:
 
 def lesson_about(passages: Sequence[str], rng: random.Random, kind: str) -> Lesson:
     """A lesson with these documents, about some of them."""
-    count = rng.randint(1, MOST_QUESTIONS)
-    asked = [rng.choice((_recall, _recall, _quote, _gap))(rng.choice(passages), rng) for _ in range(count)]
+    if rng.random() < OPEN:
+        asked = [Question(rng.choice(OPEN_QUESTIONS), "", "")]
+    else:
+        count = 1 + rng.choice(EXAMPLES)
+        asked = [rng.choice((_recall, _recall, _quote, _gap))(rng.choice(passages), rng) for _ in range(count)]
     return lesson(rng.choice(SYSTEMS), passages, asked, kind)
 
 
-def lesson(system: str, documents: Sequence[str], asked: Sequence[tuple[str, str]], kind: str) -> Lesson:
-    """A lesson with questions and answers. The last answer is the model's turn."""
-    *before, (question, answer) = asked
-    lines = [f"{other}\nAnswer: {right}\n" for other, right in before]
-    return Lesson(system, tuple(documents), "".join([*lines, question]), f"Answer: {answer}", kind)
+def lesson(system: str, documents: Sequence[str], asked: Sequence[Question], kind: str) -> Lesson:
+    """A lesson with questions. All but the last come with their answers."""
+    *before, last = asked
+    lines = [f"{other.text}\n{other.lead} {other.answer}\n" for other in before]
+    return Lesson(system, tuple(documents), "".join([*lines, last.text]), last.lead, kind)
 
 
 def _words(passage: str) -> list[str]:
@@ -74,21 +91,22 @@ def _words(passage: str) -> list[str]:
     return [passage[start : start + WORD] for start in range(0, len(passage), WORD)]
 
 
-def _recall(passage: str, rng: random.Random) -> tuple[str, str]:
+def _recall(passage: str, rng: random.Random) -> Question:
     words = _words(passage)
     at = rng.randrange(max(1, len(words) - 16))
     asked, answer = ("".join(words[start:end]).strip() for start, end in ((at, at + 6), (at + 6, at + 18)))
-    return f'Question: What follows "{asked}"?', answer or "nothing"
+    return Question(f'Question: What follows "{asked}"?', rng.choice(LEADS), answer or "nothing")
 
 
-def _quote(passage: str, rng: random.Random) -> tuple[str, str]:
+def _quote(passage: str, rng: random.Random) -> Question:
     words = _words(passage)
-    at = rng.randrange(1, max(2, len(words) // 2))
-    return "Quote one of the documents.", "".join(words[at : at + 20]).strip()
+    at = rng.randrange(max(1, len(words) // 2))
+    begin, end = ("".join(words[start:stop]).strip() for start, stop in ((at, at + 5), (at + 5, at + 20)))
+    return Question("Quote one of the documents.", begin, end)
 
 
-def _gap(passage: str, rng: random.Random) -> tuple[str, str]:
+def _gap(passage: str, rng: random.Random) -> Question:
     words = _words(passage)
     at = min(rng.randrange(3, max(4, len(words) - 3)), len(words) - 1)
     around = "".join([*words[max(0, at - 8) : at], "___ ", *words[at + 1 : at + 6]]).strip()
-    return f'Question: Which word is missing in "{around}"?', words[at].strip()
+    return Question(f'Question: Which word is missing in "{around}"?', "Answer:", words[at].strip())

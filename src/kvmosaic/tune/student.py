@@ -5,7 +5,7 @@ position and the pass over reused KV are differentiated, so gradients reach the 
 Several prompts are computed at a time, each padded at its end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.rotation import CosSin, rotated, rotation_between
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.hf.attention import AttentionPlan, active_plan
 from kvmosaic.engines.hf.model import HFModel
 from kvmosaic.engines.hf.request_kv import CapturedKV, PositionedCache
+from kvmosaic.engines.hf.sampling import stop_ids
 from kvmosaic.tune.base import TrainingPrompt
 
 PADDED = 2.0
@@ -45,6 +47,27 @@ class GraftedKV(PositionedCache):
         return k, v
 
 
+class GrowingKV(PositionedCache):
+    """The KV of a batch of sequences that grow token by token."""
+
+    def __init__(self, kv_format: KVFormat, batch: int, capacity: int, device: torch.device) -> None:
+        super().__init__()
+        shape = (kv_format.layers, batch, kv_format.heads, capacity)
+        self._k = torch.zeros(*shape, kv_format.k_dim, dtype=kv_format.dtype, device=device)
+        self._v = torch.zeros(*shape, kv_format.v_dim, dtype=kv_format.dtype, device=device)
+        self.positions = torch.empty(0, dtype=torch.long, device=device)
+        """Positions of the rows of the next forward, ``[batch, rows]``."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> KV:
+        where = self.positions[:, None, :, None]
+        k, v = self._k[layer_idx], self._v[layer_idx]
+        k.scatter_(2, where.expand_as(key_states), key_states)
+        v.scatter_(2, where.expand_as(value_states), value_states)
+        return k, v
+
+
 class Distillation:
     """Compares a model's predictions for prompts with reused chunks to those after a full prefill."""
 
@@ -64,6 +87,28 @@ class Distillation:
         said = self._student(prompts, sink, recomputed).float().log_softmax(-1)
         divergence = functional.kl_div(said, wanted, reduction="none", log_target=True).sum(-1)
         return list(divergence.split([len(prompt.compared) for prompt in prompts]))
+
+    @torch.no_grad()
+    def answered(self, prompts: Sequence[TrainingPrompt], most: int) -> list[TrainingPrompt]:
+        """The prompts with the model's own answers after a full prefill: the most likely tokens, at most ``most``."""
+        lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], device=self._device)
+        capacity = int(lengths.max()) + most + 1
+        padding = capacity - 1  # padding is written behind all answers
+        kv = GrowingKV(self._engine.format, len(prompts), capacity, self._device)
+        ids = self._padded([prompt.tokens for prompt in prompts])
+        where = self._padded([range(len(prompt.tokens)) for prompt in prompts], padding)
+        rows = [range(len(prompt.tokens) - 1, len(prompt.tokens)) for prompt in prompts]
+        said = []
+        for step in range(most):
+            kv.positions = where
+            plan = AttentionPlan(where, capacity)
+            logits = self._logits(ids, where.masked_fill(where == padding, 0), kv, plan, rows)
+            ids = logits.argmax(-1)[:, None]
+            said.append(ids)
+            where, rows = (lengths + step)[:, None], [range(1)] * len(prompts)
+        ends = stop_ids(self._model)
+        answers = torch.cat(said, 1).tolist()
+        return [prompt.answered(_until(ends, answer)) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def _teacher(self, prompts: Sequence[TrainingPrompt]) -> torch.Tensor:
         """Logits ``[compared tokens of all prompts, vocab]``."""
@@ -178,6 +223,11 @@ def _alike(chunks: Sequence[Sequence[int]]) -> list[list[int]]:
         else:
             groups.append([index])
     return groups
+
+
+def _until(ends: Collection[int], tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens up to the first one that ends an answer."""
+    return tokens[: next((index for index, token in enumerate(tokens, 1) if token in ends), len(tokens))]
 
 
 def _computed(prompt: TrainingPrompt, more: Sequence[int]) -> list[int]:

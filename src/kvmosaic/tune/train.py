@@ -21,6 +21,8 @@ WARM_UP_STEPS, WARM_UP_SHARE = 20, 0.05
 """Warm-up of the learning rate: number of steps, or share of the run, whichever ends first."""
 RECOMPUTED_RATIOS = (0.0, 0.0, 0.05, 0.15)
 """Shares of chunk tokens that are recomputed in training, step by step in turn, because one sink serves all."""
+MAX_ANSWER = 24
+"""Maximum number of tokens of the answers that student and teacher are compared on."""
 
 
 class DivergedError(KvmosaicError):
@@ -95,7 +97,7 @@ class SinkTrainer:
     def run(self, lessons: Lessons) -> Iterator[Progress]:
         """Train, and yield the progress after every step, so that the caller can look at it or save the state."""
         begun = time.monotonic() - self._seconds
-        with _frozen(self._engine.model), ThreadPoolExecutor(1) as reader:
+        with _frozen(self._engine.model), _fast_products(), ThreadPoolExecutor(1) as reader:
             coming = reader.submit(self._prompts, lessons, self.step)
             while (share := self._share()) < 1:
                 prompts = coming.result()
@@ -142,8 +144,9 @@ class SinkTrainer:
         total = 0.0
         with self._engine.session(gradients=True):
             for group in _groups(prompts, self.recipe.together):
+                answered = self._distillation.answered(group, MAX_ANSWER)
                 positions = [chunk_starts(prompt, ratio) for prompt in group]
-                divergence = self._distillation.divergence(group, self.sink, positions)
+                divergence = self._distillation.divergence(answered, self.sink, positions)
                 loss = torch.stack([kl.mean() for kl in divergence]).sum() / len(prompts)
                 loss.backward()
                 total += float(loss.detach())
@@ -155,6 +158,13 @@ class SinkTrainer:
         self._optimizer.step()
         if ratio == 0:
             self._train_kl = total if math.isnan(self._train_kl) else 0.95 * self._train_kl + 0.05 * total
+
+
+def answered(engine: HFModel, prompts: Sequence[TrainingPrompt], together: int) -> list[TrainingPrompt]:
+    """The prompts with the model's own answers; ``together`` of them are computed at the same time."""
+    distillation = Distillation(engine)
+    with engine.session():
+        return [prompt for group in _groups(prompts, together) for prompt in distillation.answered(group, MAX_ANSWER)]
 
 
 def mean_kl(engine: HFModel, sink: KV, prompts: Sequence[TrainingPrompt], together: int) -> float:
@@ -172,6 +182,17 @@ def _groups(prompts: Sequence[TrainingPrompt], size: int) -> list[list[TrainingP
     """Prompts, grouped by similar length to keep padding small."""
     ordered = sorted(prompts, key=lambda prompt: len(prompt.tokens))
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+@contextmanager
+def _fast_products() -> Iterator[None]:
+    """Let GPUs multiply fp32 matrices in TF32, whose rounding is far smaller than what training changes."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from kvmosaic.engines.identity import model_name
 from kvmosaic.models.sink_file import save_sink
 from kvmosaic.tune.lessons import Lessons
 from kvmosaic.tune.material import Material
-from kvmosaic.tune.train import DivergedError, Progress, Recipe, SinkTrainer, mean_kl
+from kvmosaic.tune.train import MAX_ANSWER, DivergedError, Progress, Recipe, SinkTrainer, answered, mean_kl
 
 DIVERGED = 3.0
 """Held-out KL at which a run is stopped, relative to that of the text sink."""
@@ -61,7 +61,7 @@ def tune(
     max_tokens = _max_tokens(llm, max(tokens, len(text)), recipe.max_prompt)
     lessons = partial(Lessons, llm.parser, llm.tokenizer, max_tokens=max_tokens)
     held_out = lessons(material.held_out, seed=recipe.seed + HELD_OUT_SEED)
-    judged = [held_out[number] for number in range(recipe.judged)]
+    judged = answered(llm.engine, [held_out[number] for number in range(recipe.judged)], recipe.together)
 
     def judge(sink: KV) -> float:
         return mean_kl(llm.engine, sink, judged, recipe.together)
@@ -159,13 +159,13 @@ def _learned(llm: LLM, sink: KV, data: list[str], recipe: Recipe, before: float,
 
 def _max_tokens(llm: LLM, sink: int, most: int) -> int:
     """Maximum tokens of a training prompt: ``most``, or the model's positions that ``sink`` tokens leave."""
-    limit = llm.max_positions or most + sink
-    room = min(most, limit - sink)
+    limit = llm.max_positions or most + sink + MAX_ANSWER
+    room = min(most, limit - sink - MAX_ANSWER)
     if room < MIN_PROMPT:
         raise ConfigError(
             f"--tokens: a sink of {sink} tokens leaves only {room} of the model's {limit} positions; choose fewer"
         )
-    if llm.engine.switches_tables or llm.engine.fingerprint(room) is None:
+    if llm.engine.switches_tables or llm.engine.fingerprint(room + MAX_ANSWER) is None:
         # Keys that were learned with one table would be wrong with another.
         raise UnsupportedModelError("no sink can be learned: the model's rotary tables depend on a prompt's length")
     return room
