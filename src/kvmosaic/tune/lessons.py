@@ -23,6 +23,8 @@ MAX_SOURCES = 10
 """Maximum number of examples whose documents other lessons have."""
 CLOZE = 0.2
 """Share of the lessons from examples that ask about any text of the documents instead."""
+MAX_COMPARED = 40
+"""Maximum number of tokens before the answer that are compared as well. Without them, sinks were worse."""
 MAX_TRIES = 200
 """Maximum number of lessons that are made until one of them fits."""
 
@@ -119,4 +121,5 @@ class Lessons:
         prompt = self._parser.parse_named(tokens, made.documents).prompt
         if not prompt.chunks:
             return None
-        return TrainingPrompt(tuple(tokens), prompt.chunks, Span(len(tokens) - 1, len(tokens)), made.kind)
+        start = max(prompt.question.start, len(tokens) - 1 - MAX_COMPARED)
+        return TrainingPrompt(tuple(tokens), prompt.chunks, Span(start, len(tokens)), made.kind)

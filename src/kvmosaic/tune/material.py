@@ -16,6 +16,8 @@ MIN_PASSAGES = 20
 """Minimum number of training passages from the user's documents; with fewer, held-out ones would say nothing."""
 MIN_EXAMPLES = 4
 """Minimum number of examples to learn from, and of held-out examples."""
+EXAMPLES_SHARE = 3
+"""Lessons from examples for each made-up lesson, because real questions are nearest to those that users ask."""
 HELD_OUT = 8
 """One in this many documents is held out and never trained on."""
 
@@ -33,8 +35,8 @@ class Material:
     def of(
         cls, documents: Sequence[str], learned: Sequence[Example], judged: Sequence[Example], seed: int
     ) -> "Material":
-        """Lessons to learn from are made up, about the user's ``documents``, and with the questions of ``learned``,
-        in equal shares. Held-out lessons are about held-out documents and ``judged``, which shares no document with
+        """Lessons to learn from are made up, about the user's ``documents``, and with the questions of ``learned``.
+        Held-out lessons are about held-out documents and ``judged``, which shares no document with
         ``learned``; if there are neither, they are made up."""
         rng = random.Random(seed)
         makers: list[Maker] = [made_up]
@@ -57,7 +59,7 @@ class Material:
                     f"too few examples: {len(learned)} to learn from and {len(judged)} held out; give at least "
                     f"{4 * HELD_OUT} with different documents"
                 )
-            makers.append(from_examples(learned))
+            makers += [from_examples(learned)] * EXAMPLES_SHARE
             judges.append(from_examples(judged))
         texts = [*documents, *(f"{each}" for each in (*learned, *judged))]
         digest = xxhash.xxh3_128("\0".join(texts).encode(errors="surrogatepass")).hexdigest()

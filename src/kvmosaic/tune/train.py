@@ -21,7 +21,7 @@ WARM_UP_STEPS, WARM_UP_SHARE = 20, 0.05
 """Warm-up of the learning rate: number of steps, or share of the run, whichever ends first."""
 RECOMPUTED_RATIOS = (0.0, 0.0, 0.05, 0.15)
 """Shares of chunk tokens that are recomputed in training, step by step in turn, because one sink serves all."""
-MAX_ANSWER = 24
+MAX_ANSWER = 16
 """Maximum number of tokens of the answers that student and teacher are compared on."""
 
 
@@ -41,7 +41,7 @@ class Recipe:
     """Number of prompts per step."""
     together: int = 16
     """Number of prompts computed at the same time. A GPU spends its time launching kernels, so more cost little."""
-    learning_rate: float = 0.02
+    learning_rate: float = 0.005
     """Learning rate of the sink's numbers, in units of their own spread, which differs greatly between layers."""
     max_prompt: int = 1536
     """Maximum number of tokens of a prompt."""

@@ -68,8 +68,16 @@ def answers_left_alone(llm: Any, documents: list[list[int]]) -> list[list[int]]:
 
 
 def check(engine: EngineApart, documents: list[list[int]], wanted: Any) -> None:
-    """The engine's answers and what became of the documents are as wanted; else everything that may say why not."""
+    """The engine's answers and what became of the documents are as wanted; else everything that may say why not.
+    On two busy cores a call to the pool may time out. Then the documents are filled, the answers must still be right,
+    and the pool is asked again."""
     found = engine.call(ask_twice, documents)
+    for _ in range(2):
+        if wanted[1] == FROM_POOL and found == (wanted[0], FILLED):
+            engine.call(on_ranks, forget_memory)
+            engine.call(forget)
+            engine.call(settle)
+            found = engine.call(ask_twice, documents)
     if found != wanted:
         plain = engine.call(answers_left_alone, documents)
         pytest.fail(f"{found}, wanted {wanted}; plain vLLM says {plain}; {engine.said()}")
