@@ -63,6 +63,15 @@ def test_a_few_hundredths_of_a_large_matrix_are_enough():
     assert digest(some) != before
 
 
+@pytest.mark.parametrize("part", range(SAMPLE // PIECE_BYTES))
+def test_wherever_a_large_matrix_changes(part):
+    """In each of as many parts as there are pieces."""
+    some = {"matrix": torch.randn(1000, 1000)}
+    before = digest(some)
+    some["matrix"].chunk(SAMPLE // PIECE_BYTES)[part].add_(1)
+    assert digest(some) != before
+
+
 @given(st.integers(1, 40_000), st.integers(1, 40))
 def test_sizes_of_all_kinds(size, pieces):
     tensor = torch.arange(size, dtype=torch.int32)

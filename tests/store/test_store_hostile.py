@@ -122,15 +122,39 @@ def test_what_is_no_header_costs_nothing(tmp_path: Path, text: bytes) -> None:
     assert cheaply_found(store, ENTRY).reason is MissReason.CORRUPT
 
 
-def test_a_file_that_claims_a_terabyte_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "kv", "fields"),
+    [
+        (16, 2**41, {}),
+        (16, 2**26, {}),
+        (2**26, 256, {}),
+        (16, 2**41, {"layers": str(2**19), "k_dim": str(2**18 - 5)}),  # which is as much as it claims
+    ],
+    ids=["a terabyte of KV", "some KV", "tokens", "a format of a terabyte"],
+)
+def test_a_file_that_claims_too_much_is_not_read(
+    tmp_path: Path, tokens: int, kv: int, fields: dict[str, str]
+) -> None:
     """A file with a hole: it takes no room on disk, and would take all memory."""
     store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
-    size = 2**41
-    tokens, context = 4 * len(ENTRY.tokens), 4 * len(ENTRY.context)
-    kv = {"dtype": "BF16", "shape": [2, 64], "data_offsets": [tokens + context, size]}
-    content = forged(ENTRY, header={"kv": kv})
+    ends = [tokens, tokens + 4, tokens + 4 + kv]
+    header = {
+        "tokens": {"dtype": "I32", "shape": [tokens // 4], "data_offsets": [0, ends[0]]},
+        "context": {"dtype": "I32", "shape": [1], "data_offsets": [ends[0], ends[1]]},
+        "kv": {"dtype": "BF16", "shape": [2, kv // 4 if fields else 64], "data_offsets": [ends[1], ends[2]]},
+    }
+    content = forged(ENTRY, fields, header=header)
     path = planted(tmp_path, content)
-    os.truncate(path, 8 + int.from_bytes(content[:8], "little") + size)
+    os.truncate(path, 8 + int.from_bytes(content[:8], "little") + ends[2])
+    assert cheaply_found(store, ENTRY).reason is MissReason.CORRUPT
+
+
+def test_a_header_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
+    store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
+    content = forged(ENTRY)
+    length = int.from_bytes(content[:8], "little")
+    blanks = 2 * MEMORY
+    planted(tmp_path, (length + blanks).to_bytes(8, "little") + b" " * blanks + content[8:])
     assert cheaply_found(store, ENTRY).reason is MissReason.CORRUPT
 
 

@@ -251,6 +251,27 @@ def test_a_full_queue_makes_nobody_wait() -> None:
     assert there.count(True) == 5
 
 
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_put_asks_no_slow_tier(is_far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's step puts, with a lock held. Only the writer may wait for an answer."""
+    slow, asked_by = SlowTier(), set[threading.Thread]()
+    slow.is_far = is_far
+    slow.gate.set()
+    size = slow.size
+
+    def asked(key: ChunkKey) -> int | None:
+        asked_by.add(threading.current_thread())
+        return size(key)
+
+    monkeypatch.setattr(slow, "size", asked)
+    store = ChunkStorageManager([HostTier(2 * ONE), slow])
+    assert all(store.put(make_entry(number)) for number in range(10))
+    store.flush()
+    assert len(slow.entries) == 10
+    assert asked_by
+    assert threading.current_thread() not in asked_by
+
+
 def test_failing_writes_are_counted_and_logged_once_until_they_work(caplog: pytest.LogCaptureFixture) -> None:
     slow = SlowTier()
     slow.gate.set()

@@ -23,7 +23,7 @@ from kvmosaic.store import ChunkStorageManager, CorruptEntryError, DiskTier, Mis
 from kvmosaic.store.codec import Encoding
 from kvmosaic.store.remote.heads import join, values_of
 from kvmosaic.store.remote.incoming import IncomingEntry
-from kvmosaic.store.seal import EntryCheck, Seal
+from kvmosaic.store.seal import EntryCheck, Seal, hexdigest
 from kvmosaic.store.tiers.disk import entry_path
 from tests.cli.command import run_here
 
@@ -102,6 +102,23 @@ def test_pieces_of_sealed_entries_make_no_other(tmp_path: Path, data: st.DataObj
         return
     assert found is not None
     assert any(same(found, entry) for entry in sources[:2])
+
+
+def test_sealed_heads_with_a_header_of_somebody_elses(tmp_path: Path) -> None:
+    """The KV of one entry, as it was sealed, under the name of another."""
+    other = make_entry(4, heads=3)
+    checksums = " ".join(sealed(OURS).heads(other.data.view(torch.uint8).numpy()))
+    planted(tmp_path, forged(replace(ENTRY, data=other.data), {"head_checksums": checksums}))
+    assert opened(tmp_path).lookup(ENTRY.key, ENTRY.tokens, ENTRY.context).reason is MissReason.CORRUPT
+
+
+def test_heads_and_headers_have_keys_of_their_own() -> None:
+    sums = []
+    for seal in (Seal(), sealed(OURS), sealed(THEIRS)):
+        for digest in (seal.for_head(), seal.for_entry()):
+            digest.update(memoryview(b"some bytes"))
+            sums.append(hexdigest(digest))
+    assert len(set(sums)) == 5  # without a store key there is one kind
 
 
 def test_heads_are_verified_one_by_one() -> None:

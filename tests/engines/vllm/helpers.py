@@ -2,6 +2,7 @@
 inside."""
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,19 @@ def forget_fast_copies() -> None:
             tier.delete(info.key)
             stack.index.remove(info.key, tier.name)
             stack.policies[tier.name].remove(info.key)
+
+
+def note_readers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Threads that read the slowest tier from now on, once for each entry."""
+    tier, readers = slowest_tier(), list[threading.Thread]()
+    read = tier.get
+
+    def noting(key: Any) -> Any:
+        readers.append(threading.current_thread())
+        return read(key)
+
+    monkeypatch.setattr(tier, "get", noting)
+    return readers
 
 
 def paged_caches() -> list[torch.Tensor]:

@@ -162,26 +162,33 @@ def test_a_long_chunk_is_filled_in_slices_to_what_it_is_in_one_go(llm):
 
 
 def test_what_is_computed_of_a_chunk_under_other_weights_is_not_stored(llm, monkeypatch):
-    """Weights change between two of its slices."""
-    filler = worker_side()._filler
-    fill_slice, parts = filler._fill_slice, []
+    """Weights change before its last slice: the scheduler hears of it too late to begin it anew."""
+    side, chunk, parts = worker_side(), draw(650), []
+    weight = side.weights._model.get_parameter("model.embed_tokens.weight")
+    fill_slice = side._filler._fill_slice
 
-    def change_after_first(part):
+    def change():
+        weight.data.neg_()
+        side.weights.may_have_changed()
+
+    def change_before_last(part):
         parts.append(part)
         done = fill_slice(part)
-        if len(parts) == 1:
-            filler.forget()
+        left = len(side.cache.sink) + len(chunk) - part.start - len(part.tokens)
+        if 0 < left <= len(part.tokens):
+            change()
         return done
 
-    monkeypatch.setattr(filler, "_fill_slice", change_after_first)
-    chunk = draw(650)
+    monkeypatch.setattr(side._filler, "_fill_slice", change_before_last)
     ids, boundaries = join([draw(10), chunk, draw(5)])
     add(llm, "asks", ids, 1, boundaries=boundaries)
     add(llm, "goes on", draw(20), 60)
     finish(llm, "asks", "goes on")
-    assert len(parts) > 2
-    assert parts[-1].is_last
-    assert not [info for info in store().scan() if info.key.num_tokens == 650]
+    assert side.weights.changes == 1
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    change()
+    ask(llm, draw(5))
+    assert not [info for info in store().scan() if info.key.num_tokens == len(chunk)]
 
 
 # --- users that are kept apart

@@ -1,6 +1,7 @@
 """Exact prefix blocks: the KV of ordinary prompts and answers through the store, bit for bit."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tests.engines.vllm.helpers import (
     ask,
     draw,
     forget,
+    forget_fast_copies,
     join,
+    note_readers,
     report,
     start,
     store,
@@ -58,6 +61,19 @@ def test_a_prompt_that_vllm_forgot_comes_back_bit_for_bit(llm):
     forget(llm)
     [moved] = ask(llm, draw(5) + tokens)  # at other positions, and after other tokens
     assert moved.num_cached_tokens == 0
+
+
+def test_no_step_reads_the_disk_itself(llm, monkeypatch):
+    """All is on disk alone, of which the scheduler has not heard: it is computed."""
+    tokens = draw(2 * PART + 40)
+    [first] = ask(llm, tokens)
+    forget(llm)
+    forget_fast_copies()
+    readers = note_readers(monkeypatch)
+    [again] = ask(llm, tokens)
+    assert again.num_cached_tokens == 2 * PART  # says the scheduler
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert threading.current_thread() not in readers
 
 
 def test_at_least_one_token_is_computed(llm):

@@ -18,10 +18,12 @@ from tests.engines.vllm.helpers import (
     DOCUMENTS,
     OURS,
     answer,
+    forget,
     forget_fast_copies,
     greedy,
     note_loads,
     note_placed,
+    note_readers,
     plain,
     prompt,
     report,
@@ -92,6 +94,17 @@ def test_a_slow_disk_stalls_nobody_else(llm, may_read):
                 order.append(output.request_id)
                 may_read.set()
     assert order == ["runs", "waits"]
+
+
+def test_no_step_reads_the_disk_itself(llm, monkeypatch):
+    """Documents are on disk alone, of which the scheduler has not heard: they are filled, not waited for."""
+    answer(llm, [prompt("You have a disk.", DOCUMENTS)])
+    forget_fast_copies()
+    readers, before = note_readers(monkeypatch), llm.get_stats()["misses_by_reason"]["slow-tier"]
+    text = prompt("You are in a step.", DOCUMENTS)
+    same(answer(llm, [text], recompute_ratio=1.0)[0], plain(llm, [text])[0])
+    assert llm.get_stats()["misses_by_reason"]["slow-tier"] == before + len(DOCUMENTS)
+    assert threading.current_thread() not in readers
 
 
 def test_a_request_aborted_while_it_waits_leaves_nothing_pinned(llm, may_read):
@@ -206,8 +219,9 @@ def test_a_full_disk(llm):
 def test_a_load_that_fails_is_prefilled_instead(llm, monkeypatch):
     text = prompt("You are helpful.", DOCUMENTS)
     [expected] = plain(llm, [text])
+    forget(llm)  # blocks of an earlier prompt with the same chunks are approximate
     monkeypatch.setattr(worker_side().paged, "place", fail)
-    [output] = answer(llm, [prompt("You are helpful.", DOCUMENTS)])
+    [output] = answer(llm, [text])
     same(output, expected)
 
 

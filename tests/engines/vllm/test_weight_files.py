@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm import envs
 
 from kvmosaic.engines.vllm.compat.weights import CHANGING, weight_files
 from kvmosaic.engines.vllm.worker import ChunkWorker, PlatformWorker
@@ -29,7 +30,8 @@ def test_formats_that_load_something_else(format_):
 
 def test_object_storage_and_modelscope(monkeypatch):
     assert weight_files(config(model="/tmp/only-the-config", model_weights="s3://bucket/model")) is None
-    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    # Not in the environment, which vLLM reads once, maybe for an earlier engine.
+    monkeypatch.setitem(vars(envs), "VLLM_USE_MODELSCOPE", True)
     assert weight_files(config()) is None
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.core.limits import MAX_CHUNKS
+from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_CHUNKS, MAX_DOCUMENTS, MAX_POLICY_LENGTH
 from kvmosaic.engines.vllm.messages import Line
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
@@ -84,6 +84,21 @@ def test_far_too_much_of_anything_is_one_short_line(params, caplog):
     [line] = lines(caplog)
     assert len(line) < LINE
     assert side.counts("fallbacks") == {"bad-parameters": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "longest", "more"),
+    [
+        ("policy", "composite".ljust(MAX_POLICY_LENGTH), " "),
+        ("boundaries", [[0, 0]] * (MAX_BOUNDARIES - 1) + [[0, 70]], [[0, 0]]),
+        ("documents", ["a document"] * MAX_DOCUMENTS, ["a document"]),
+    ],
+)
+def test_what_is_wrong_by_its_length_alone_is_refused(name, longest, more):
+    for value, fallbacks in ((longest, {}), (more + longest, {"bad-parameters": 1})):
+        side = Side()
+        serve(side, sent({name: value}))
+        assert side.counts("fallbacks") == fallbacks
 
 
 def test_of_parameters_of_others_names_alone_are_looked_at(caplog):

@@ -172,6 +172,14 @@ def test_a_request_that_is_served_plainly_for_its_cost_goes_on_like_any_other():
     engine.check_that_nothing_is_left()
 
 
+def test_chunks_that_are_too_short_to_be_stored_are_text_of_their_prompts():
+    engine = Simulation(min_chunk_tokens=20)
+    engine.add(chunked("first", documents=[text(30, 19), text(31, 20)]))
+    engine.finish()
+    [chunk] = engine.reports["first"]["chunks"]
+    assert chunk["span"]["end"] - chunk["span"]["start"] == 20
+
+
 @pytest.mark.parametrize("length", [24, 600])
 def test_missing_chunks_are_filled_while_another_decodes_within_half_a_step(length):
     """Long ones in slices, which keep their blocks from one step to the next."""

@@ -2,7 +2,16 @@
 
 import pytest
 
-from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, Side, ask_about, digest_of, make_request, text
+from tests.engines.vllm.scheduler_side.fakes import (
+    FIRST,
+    SECOND,
+    SEGMENT,
+    Side,
+    ask_about,
+    digest_of,
+    make_request,
+    text,
+)
 
 
 def hashes(side):
@@ -64,3 +73,34 @@ def test_a_request_that_begins_inside_a_chunk_is_loaded_all_the_same():
     waiting = side.add(ask_about(FIRST, SECOND))
     side.report(weights=1, weights_digest="a", tiers="none", is_all=True)
     assert side.matched(waiting, 32) == 100 - 32
+
+
+@pytest.mark.parametrize("comes_before", [True, False])
+def test_the_end_of_a_system_prompt_is_stored_of_requests_that_come_later(comes_before):
+    """What vLLM's prefix cache has of an earlier one may be KV of the old weights."""
+    side = Side(miss_policy="fill-first")
+    request = ask_about(FIRST)
+    if comes_before:
+        side.add(request)
+    side.report(weights=1, weights_digest="a")
+    if not comes_before:
+        side.add(request)
+    side.begin(request)
+    [load] = side.step().loads
+    assert load.is_findable is not comes_before
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("have_changed", [True, False])
+def test_prefixes_of_requests_from_before_a_change_are_not_saved(is_finished, have_changed):
+    side = Side(prefix_blocks=True)
+    request = side.add(make_request("plain", text(5, 3 * SEGMENT)))
+    _, blocks = side.begin(request, more=4 * SEGMENT)
+    side.step(scheduled={"plain": SEGMENT}, computed={"plain": 0}, new=frozenset({"plain"}), blocks={"plain": blocks})
+    if is_finished:
+        request.num_computed_tokens = SEGMENT
+        side.scheduler.finished(request)
+    if have_changed:
+        side.report(weights=1, weights_digest="a")
+    goes_on = {} if is_finished else {"scheduled": {"plain": SEGMENT}, "computed": {"plain": SEGMENT}}
+    assert bool(side.step(**goes_on).prefix_saves) is not have_changed

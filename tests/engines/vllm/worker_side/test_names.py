@@ -30,6 +30,9 @@ class Model(torch.nn.Linear):
             raise RuntimeError("packed,\nand nobody knows how")
         return super().named_parameters(*args, **kwargs)
 
+    def load_weights(self, weights):
+        self.load_state_dict(dict(weights))
+
 
 @pytest.fixture
 def model():
@@ -68,6 +71,16 @@ def test_names_follow_weights_and_come_back_with_them(model, tmp_path):
     model.weight.data.copy_(before)
     assert look()
     assert (made.fingerprint, made.tiers) == (first, "all")
+
+
+def test_weights_that_are_handed_to_the_model_are_looked_at(model):
+    """As reinforcement learning does, without vLLM's workers."""
+    made, _ = names(model)
+    first = made.fingerprint
+    assert not made.have_changed()
+    model.load_weights([("weight", torch.zeros(8, 8)), ("bias", torch.zeros(8))])
+    assert made.have_changed()
+    assert made.fingerprint != first
 
 
 @pytest.mark.parametrize("lasting", ["disk_path", "remote"])
