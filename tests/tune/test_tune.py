@@ -22,6 +22,8 @@ from kvmosaic.tune.tune import tune
 from tests.cli.command import run_here
 from tests.engines.hf.tiny import make
 
+pytestmark = pytest.mark.slow
+
 RECIPE = Recipe(steps=6, batch=2, together=2, max_prompt=400, judged=4, seed=3)
 TOKENS = 16
 

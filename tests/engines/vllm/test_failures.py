@@ -15,6 +15,7 @@ from tests.engines.vllm.helpers import (
     is_idle,
     join,
     plain_answer,
+    report,
     scheduler_side,
     set_miss_policy,
     start,
@@ -114,6 +115,16 @@ def test_a_worker_that_fails(llm, documents, errors, monkeypatch, stage, params)
     close(after, plain_answer(llm, ids))
     assert is_idle(llm)
     assert worker_side().cache.get_stats()["pinned"] == 0
+
+
+def test_chunks_that_cannot_be_stored_are_used_once(llm, errors, monkeypatch):
+    """The others of the request as well."""
+    ids, boundaries = join([draw(45), draw(70), draw(80), draw(7)])
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_side().cache.store, "put", fail)
+        [output] = ask(llm, ids, boundaries=boundaries, recompute_ratio=0.0, report=True)
+    assert set(errors) == {"store"}
+    assert [chunk["status"] for chunk in report(output)["chunks"]] == ["filled", "filled"]
 
 
 def test_chunks_cannot_be_forgotten(llm, documents, errors, monkeypatch):
