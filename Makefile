@@ -37,7 +37,7 @@ test-vllm: $(VENV)-vllm/.ready servers
 	$(VLLM_BIN)/python $(PYTEST) $(MARKED) tests/engines/vllm tests/soak
 
 test-vllm-quick: $(VENV)-vllm/.ready
-	$(VLLM_BIN)/python -m pytest --durations=10 -m "not engine and not long" tests/engines/vllm
+	$(VLLM_BIN)/python $(PYTEST) -m "not engine and not long" tests/engines/vllm
 
 # A million operations of two processes on one store, then SOAK_MINUTES of random traffic and faults: docs/reliability.md.
 SOAK_MINUTES ?= 30

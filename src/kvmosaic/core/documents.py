@@ -27,6 +27,7 @@ MAX_EDGE = 1024
 """Maximum distance of these word ends from either end of a document, in characters."""
 
 _ESCAPED = re.compile(r'["\\\x00-\x1f]')
+_WORD_END = re.compile(r"[^\W_](?=[\W_])")
 _BITS = 16
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -52,23 +53,18 @@ class _Name:
         self.work = 0
         """Remaining comparison budget."""
 
-    def windows(self) -> list[bytes]:
-        """Candidate anchor windows, evenly spread from the beginning of the document to its end."""
-        room = len(self.bytes) - ANCHOR
-        return [self.bytes[at : at + ANCHOR] for at in (room * step // (TRIED - 1) for step in range(TRIED))]
-
     def first_edges(self) -> Iterator[int]:
         """Byte offsets of word ends inside the text, ascending: after a letter or digit, before anything else."""
-        text = self.text
-        for at in range(1, min(len(text), MAX_EDGE)):
-            if not text[at].isalnum() and text[at - 1].isalnum():
-                yield len(text[:at].encode(errors="surrogatepass"))
+        for match in _WORD_END.finditer(self.text, 0, MAX_EDGE):
+            yield len(self.text[: match.end()].encode(errors="surrogatepass"))
 
     def last_edges(self) -> Iterator[int]:
         """Byte offsets of word ends inside the text, from the last one backwards."""
         text = self.text
+        is_in_word = text[-1].isalnum()
         for at in range(len(text) - 1, max(0, len(text) - MAX_EDGE), -1):
-            if not text[at].isalnum() and text[at - 1].isalnum():
+            was_in_word, is_in_word = is_in_word, text[at - 1].isalnum()
+            if is_in_word and not was_in_word:
                 yield len(self.bytes) - len(text[at:].encode(errors="surrogatepass"))
 
 
@@ -130,12 +126,12 @@ def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
     """Occurrences of ``names`` in ``text``, with their byte offsets."""
     if not names:
         return []
-    windows = np.ndarray((len(text) - ANCHOR + 1,), "<u8", text, strides=(1,))
+    windows = _windows(text)
     slots = _slots(windows)
     by_anchor = _by_anchor(names, np.bincount(slots, minlength=1 << _BITS))
     is_wanted = np.zeros(1 << _BITS, dtype=bool)
     is_wanted[_slots(np.fromiter(by_anchor, np.uint64, len(by_anchor)))] = True
-    candidates = np.flatnonzero(is_wanted[slots])
+    candidates = np.flatnonzero(is_wanted.take(slots))
     for name in names:
         name.work = MAX_WORK * (len(text) // len(names) + len(name.bytes))
     places = []
@@ -157,17 +153,25 @@ def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
 def _by_anchor(names: Sequence[_Name], counts: np.ndarray) -> dict[int, list[_Name]]:
     """Names by their anchors. ``counts``: number of windows of the prompt in each slot. A name is left out if one of
     its windows does not occur in the prompt."""
-    tried = np.frombuffer(b"".join(window for name in names for window in name.windows()), "<u8")
-    found = counts[_slots(tried)].reshape(len(names), TRIED)
-    best = found.argmin(axis=1)
-    rows = np.arange(len(names))
-    anchors = tried.reshape(len(names), TRIED)[rows, best].tolist()
+    sizes = np.fromiter((len(name.bytes) for name in names), np.int64, len(names))
+    # Candidate windows, evenly spread from the beginning of each document to its end.
+    offsets = (sizes - ANCHOR)[:, None] * np.arange(TRIED) // (TRIED - 1)
+    starts = (sizes.cumsum() - sizes)[:, None]
+    tried = _windows(b"".join([name.bytes for name in names]))[starts + offsets]
+    found = counts[_slots(tried)]
+    rows, best = np.arange(len(names)), found.argmin(axis=1)
+    chosen = (part[rows, best].tolist() for part in (tried, offsets, found))
     by_anchor: dict[int, list[_Name]] = {}
-    for name, anchor, step, count in zip(names, anchors, best.tolist(), found[rows, best].tolist(), strict=True):
+    for name, anchor, offset, count in zip(names, *chosen, strict=True):
         if count:
-            name.anchor_at = (len(name.bytes) - ANCHOR) * step // (TRIED - 1)
+            name.anchor_at = offset
             by_anchor.setdefault(anchor, []).append(name)
     return by_anchor
+
+
+def _windows(text: bytes) -> np.ndarray:
+    """The window that begins at each byte of a text, as a number."""
+    return np.ndarray((len(text) - ANCHOR + 1,), "<u8", text, strides=(1,))
 
 
 def _slots(windows: np.ndarray) -> np.ndarray:
