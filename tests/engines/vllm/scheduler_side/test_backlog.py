@@ -70,6 +70,25 @@ def whole(backlog, step=DECODING, pool=None, room=500):
     return fills
 
 
+def test_each_further_context_costs_one_more_pass():
+    other = tuple(range(100, 140))
+    chunks = [(20, SINK), (20, other), (20, SINK)]
+    alone, beside = SHARED + REST + 20, REST + 20
+    for pass_tokens, expected in ((0, [[(0, 20), (2, 20)], [(1, 20)]]), (100, [[(0, 20)]])):
+        backlog = backlog_of(*chunks)
+        fills, _ = backlog.take(DECODING, make_pool(), 2 * alone + beside, pass_tokens=pass_tokens)
+        assert taken(fills) == expected
+        assert len(backlog) == len(chunks) - sum(map(len, expected))  # those that are left keep their turns
+
+
+def test_chunks_beside_a_slice_cost_one_more_pass():
+    for pass_tokens, expected in ((0, [[(1, 20)]]), (100, [])):
+        backlog = backlog_of((600, SINK), (20, SINK))
+        fills, part = backlog.take(DECODING, make_pool(), 200, pass_tokens=pass_tokens)
+        assert len(part.tokens) == 100
+        assert taken(fills) == expected
+
+
 def test_chunks_of_one_context_are_filled_together_in_blocks_for_all_of_them():
     fills = whole(backlog_of((20, SINK), (8, SINK), (9, SINK)))
     assert taken(fills) == [[(0, 20), (1, 8), (2, 9)]]

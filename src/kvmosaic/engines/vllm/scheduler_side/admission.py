@@ -184,23 +184,23 @@ class Admission:
     def slice_tokens(self, scheduled: int) -> int:
         """Number of tokens that a step computes for each request in slices, if vLLM computes ``scheduled`` tokens in
         it."""
-        return max(self._least_slice, self._shape.step_tokens - scheduled - self._tokens_in_step - self._pass_tokens)
+        return max(self._least_slice, self._shape.step_tokens - scheduled - self._tokens_in_step - self.pass_tokens)
 
     def tokens_to_fill(self, scheduled: int) -> int:
         """Number of tokens that a step may compute to fill chunks in the background, if vLLM computes ``scheduled``
         tokens in it."""
         loaded = self._tokens_in_step + (self.slice_tokens(scheduled) if self._has_slices else 0)
-        taken = scheduled + loaded + (self._pass_tokens if loaded else 0)
+        taken = scheduled + loaded + (self.pass_tokens if loaded else 0)
         room = min(int(LONGEST_STEP * self._shape.step_tokens) - taken, self.tokens_worth_filling())
         return max(1, room, int(LEAST_FILL_SHARE * self._shape.step_tokens))
 
     @property
     def _room_for_loads(self) -> int:
         """Tokens that all loads of a step may take, except slices, which may take what vLLM leaves."""
-        return int(LOAD_SHARE * self._shape.step_tokens) - self._pass_tokens
+        return int(LOAD_SHARE * self._shape.step_tokens) - self.pass_tokens
 
     @property
-    def _pass_tokens(self) -> int:
+    def pass_tokens(self) -> int:
         """What one more pass of the model takes, however few tokens it computes, in tokens whose prefill takes as
         long."""
         if not self._is_measured("blend"):

@@ -64,12 +64,13 @@ class FillBacklog:
             self._begun = None
 
     def take(
-        self, step: Step, pool: FreeBlocks, room: int, *, is_full: bool = False
+        self, step: Step, pool: FreeBlocks, room: int, *, pass_tokens: int = 0, is_full: bool = False
     ) -> tuple[list[ChunkFill], FillSlice | None]:
         """The chunks to fill in ``step`` by computing about ``room`` tokens. They are filled in free blocks of
         ``pool``, whose next owner writes to them in a later step. ``is_full``: the step already computes much for
         chunks. Chunks with the same context are filled together: the context's full blocks are computed and charged
-        once for all of them."""
+        once for all of them. Each further context, and chunks beside a slice, take one more pass of the model, which
+        costs ``pass_tokens``."""
         reserve = self._shape.blocks_for(self._shape.step_tokens) + len(step.scheduled)
         if self._begun is not None and (step.total_tokens == 0 or pool.count < reserve):
             self.let_go(pool)  # vLLM may need them for what it computes next
@@ -80,7 +81,7 @@ class FillBacklog:
             self._begin(pool, room, reserve)
         begun = self._begun
         slice_ = self._slice(begun, room) if begun is not None else None
-        fills = self._fill(pool, room, reserve, len(slice_.tokens) if slice_ else 0)
+        fills = self._fill(pool, room, reserve, len(slice_.tokens) if slice_ else 0, pass_tokens)
         if begun is not None and slice_ is not None and slice_.is_last:
             pool.give_back(begun.blocks)
             self._begun = None
@@ -131,9 +132,9 @@ class FillBacklog:
             is_last=begun.done == len(begun.tokens),
         )
 
-    def _fill(self, pool: FreeBlocks, room: int, reserve: int, used: int) -> list[ChunkFill]:
-        """Chunks to fill as a whole, in turns of their requests. ``used`` tokens of the step's ``room`` are already
-        taken."""
+    def _fill(self, pool: FreeBlocks, room: int, reserve: int, used: int, pass_tokens: int) -> list[ChunkFill]:
+        """Chunks to fill as a whole, in turns of their requests. A slice has already taken ``used`` tokens of the
+        step's ``room``."""
         groups: dict[tuple[int, ...], list[WaitingChunk]] = {}
         counts: dict[tuple[int, ...], int] = {}
         left, free, looks = room - used, pool.count, min(MAX_LOOKS, len(self._waiting_chunks))
@@ -142,6 +143,8 @@ class FillBacklog:
             once, each = self._shape.fill_shares(len(chunk.context))
             held = each + len(chunk.tokens) + (0 if chunk.context in groups else once)
             computed = len(chunk.tokens) if self._shape.places_sink else held
+            if chunk.context not in groups and (groups or used):
+                computed += pass_tokens
             count = self._shape.blocks_for(held)
             if computed <= left and count <= free:
                 groups.setdefault(chunk.context, []).append(self._waiting_chunks.take())

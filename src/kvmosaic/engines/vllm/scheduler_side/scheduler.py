@@ -180,7 +180,11 @@ class ChunkScheduler:
         self._running = set(step.scheduled)
         with self.stats.doing_without("filling in the background"):
             self._work.fills, self._work.fill_slice = self._backlog.take(
-                step, self._pool, self._admission.tokens_to_fill(step.total_tokens), is_full=bool(self._in_slices)
+                step,
+                self._pool,
+                self._admission.tokens_to_fill(step.total_tokens),
+                pass_tokens=self._admission.pass_tokens,
+                is_full=bool(self._in_slices),
             )
         self._lender.take_back()
         self._work.slice_tokens = self._admission.slice_tokens(step.total_tokens) if self._in_slices else 0
