@@ -137,6 +137,14 @@ def test_texts_without_blanks_are_passages():
     assert len(made.question) < 400
 
 
+def test_identifiers_have_more_tokens_than_words(parser, tokenizer):
+    rng = random.Random(random.randrange(2**31))
+    chunks = tuple("\n".join(f"{rng.getrandbits(128):032x}" for _ in range(5)) for _ in range(12))
+    examples = [Example("", chunks, "Which is it?", (chunks[index % 12][:32],)) for index in range(40)]
+    lessons = Lessons(parser, tokenizer, [from_examples(examples)], 600, rng.randrange(99))
+    assert all(0 < len(lessons[number].chunks) < 12 for number in range(10))
+
+
 def test_a_lesson_that_never_fits_is_an_error(parser, tokenizer):
     with pytest.raises(ConfigError, match="no lesson"):
         Lessons(parser, tokenizer, [from_documents(["word " * 3000])], 300, 0)[0]

@@ -18,7 +18,7 @@ BETWEEN = ("\n\n", "\n\n", "\n\n", "\n", "\n---\n")
 LABELS = ("", "", "", "[{}] ", "Document {}: ", "Source {}:\n")
 """Texts that may stand before a document."""
 ALL_DOCUMENTS = 0.5
-"""Share of the lessons from examples that have all documents of one example, most of which do not matter."""
+"""Share of the lessons from examples that have the documents of one example, most of which do not matter."""
 MAX_SOURCES = 10
 """Maximum number of examples whose documents other lessons have."""
 CLOZE = 0.2
@@ -49,7 +49,7 @@ def from_examples(examples: Sequence[Example]) -> Maker:
         chosen = rng.sample(examples, min(len(examples), MAX_SOURCES))
         if rng.random() < ALL_DOCUMENTS:
             chosen = chosen[:1]
-            documents = list(chosen[0].chunks)
+            documents = _fitting(list(dict.fromkeys((_source(chosen[0]), *chosen[0].chunks))), max_words)
         else:
             documents = _fitting(list(dict.fromkeys(map(_source, chosen))), max_words)
             chosen = [example for example in chosen if _source(example) in documents]
@@ -97,9 +97,10 @@ class Lessons:
 
     def __getitem__(self, number: int) -> TrainingPrompt:
         rng = random.Random(f"{self._seed}/{number}")
-        for _ in range(MAX_TRIES):
-            # Documents with about half as many words as tokens leave room for the questions.
-            made = rng.choice(self._makers)(rng, self._max_tokens // 2)
+        for attempt in range(MAX_TRIES):
+            # Documents with about half as many words as tokens leave room for the question. Identifiers and code have
+            # many more tokens than words, so there are fewer documents if they do not fit.
+            made = rng.choice(self._makers)(rng, self._max_tokens // (2 + attempt // 4))
             prompt = self._prompt(made, rng)
             if prompt is not None:
                 return prompt
