@@ -65,7 +65,7 @@ A request to the vLLM engine may have these keys in its `kv_transfer_params`. Al
 with a parameter that is wrong or not allowed.
 
 {table(("parameter", "meaning"), rows)}
-[Using kvmosaic](../usage.md#vllm) has examples, and the fields of a report.
+[Serve with vLLM](../howto/serve.md) has examples, and the fields of a report.
 
 ## Fallback reasons
 

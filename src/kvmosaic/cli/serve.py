@@ -26,7 +26,7 @@ def serve(
         str | None,
         typer.Option(
             help="Refused on the command line: set KVMOSAIC_CHUNK_ADMIN_KEY to open the admin API at /kvmosaic/, see "
-            "docs/usage.md."
+            "docs/reference/http.md."
         ),
     ] = None,
     **settings: Any,
