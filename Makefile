@@ -8,7 +8,7 @@ VLLM_BIN := $(VENV)-vllm/bin
 TEST_JOBS ?= 2
 PYTEST := -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10
 
-.PHONY: demo check test test-all test-main test-vllm test-vllm-quick soak servers lint clean
+.PHONY: demo check test test-all test-main test-vllm test-vllm-quick soak servers lint docs clean
 .NOTPARALLEL:  # each suite uses all cores
 
 check test test-all test-main test-vllm test-vllm-quick soak: export OMP_NUM_THREADS ?= 1
@@ -19,14 +19,14 @@ demo: $(VENV)/.hf
 
 # All that needs no vLLM engine, but for what takes many seconds.
 check: MARKED := -m "not slow and not long"
-check: lint test-main test-vllm-quick
+check: lint docs test-main test-vllm-quick
 
-test: lint
+test: lint docs
 	$(MAKE) --keep-going test-main test-vllm
 
 # What `make test` leaves out as well: tests marked `long`, and all of Hypothesis' examples.
 test-all: export KVMOSAIC_TEST_EXAMPLES := all
-test-all: lint
+test-all: lint docs
 	$(MAKE) --keep-going test-main test-vllm MARKED='-m "long or not long"'
 
 test-main: $(VENV)/.dev servers
@@ -57,6 +57,10 @@ lint: $(VENV)/.dev $(VENV)-vllm/.ready
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy & first=$$!; $(VLLM_BIN)/mypy --cache-dir .mypy_cache/vllm -p kvmosaic.engines.vllm && wait $$first
 
+# The site, in build/site. A broken link is a warning, and a warning ends it.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 # The stamps re-install when the project's requirements change.
 $(VENV)/.hf: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -65,7 +69,7 @@ $(VENV)/.hf: pyproject.toml
 
 $(VENV)/.dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,mooncake,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,mooncake,dev,docs]'
 	touch $@ $(VENV)/.hf
 
 # The builds of the last three that come along do not match the CPU build of torch, and break transformers.
@@ -80,4 +84,4 @@ $(VENV)-vllm/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-vllm build .pytest_cache .mypy_cache .ruff_cache .hypothesis

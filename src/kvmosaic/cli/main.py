@@ -7,7 +7,20 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvmosaic import __version__
-from kvmosaic.cli import bench, calibrate, demo, doctor, eval, generate, models, separator, serve, store, tune
+from kvmosaic.cli import (
+    bench,
+    calibrate,
+    dashboard,
+    demo,
+    doctor,
+    eval,
+    generate,
+    models,
+    separator,
+    serve,
+    store,
+    tune,
+)
 from kvmosaic.cli.output import console
 from kvmosaic.core.errors import KvmosaicError
 
@@ -25,6 +38,7 @@ app.command("eval")(eval.evaluate)
 app.command()(calibrate.calibrate)
 app.command()(tune.tune)
 app.command()(doctor.doctor)
+app.command()(dashboard.dashboard)
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")

@@ -45,21 +45,25 @@ class ChunkCacheConfig(BaseSettings):
     every validation failure into a one-line :class:`ConfigError`.
     """
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     enable_chunk_cache: bool = False
+    """Whether the KV cache of documents is reused, at any position in a prompt."""
     chunk_separator: str | None = None
-    """Text that splits prompts into chunks, in addition to named documents. ``None`` or empty: no splitting."""
+    """Text that splits prompts into chunks, in addition to named documents. ``None`` or empty: no splitting.
+    ``kvmosaic separator`` prints a separator that nobody can guess."""
     min_chunk_tokens: int = Field(16, ge=1)
     """Minimum length of a stored chunk, in tokens. Shorter chunks are ordinary text of their prompts."""
     chunk_hash_algorithm: Literal["xxhash", "sha256"] = "xxhash"
+    """Hash function for the content of chunks."""
     chunk_context: Literal["alone", "system"] = "alone"
     """Context that a chunk is computed after: the sink prefix alone, or the request's system prompt."""
     sink_prefix: str = "document"
     """Sink prefix that a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text),
     ``learned:FILE`` (a sink made by ``kvmosaic tune``), or a literal text. The KV of the prefix itself is dropped."""
     recompute_ratio: float = Field(0.0, ge=0.0, le=1.0)
-    """Share of a request's chunk tokens that a blend recomputes, including the cost of choosing them."""
+    """Share of a request's chunk tokens that a blend recomputes, including the cost of choosing them: 0 for none, 1
+    for all, which is exact."""
     policy: str = "composite"
     """Policy that chooses the recomputed tokens: a name, with options in brackets, like ``sink-link(k=8)``."""
     miss_policy: Literal["background", "fill-first", "never"] = "background"
@@ -73,7 +77,8 @@ class ChunkCacheConfig(BaseSettings):
     some of ``documents`` (the field of that name, and document blocks), ``parts`` (text parts of messages, except for
     questions), ``tools`` (results of tools), ``auto`` (text that recurs after different beginnings)."""
     client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries,documents,question"
-    """Parameters that requests to the vLLM engine may have: ``all``, ``none``, or some of their names."""
+    """Parameters that requests to the vLLM engine may have: ``all``, ``none``, or some of
+    ``chunk_cache``, ``recompute_ratio``, ``policy``, ``boundaries``, ``documents``, ``question``, ``report``."""
     admin_shows_text: bool = False
     """Whether clients with the admin key of ``/kvmosaic/`` may also see the beginning of stored documents."""
     window_tails: bool = True
@@ -84,11 +89,11 @@ class ChunkCacheConfig(BaseSettings):
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
     """Share of a GPU's memory for the device tier (vLLM engine)."""
     host_memory: ByteSize = Field(ByteSize(2 * 1024**3), ge=0)
-    """Byte budget of the host tier; accepts ``2GiB``."""
+    """Byte budget of the host tier of each worker process, like ``8GiB``."""
     disk_path: Path | None = None
     """Directory of the disk tier. Unset: no disk tier."""
     disk_space: ByteSize = Field(ByteSize(20 * 1024**3), ge=0)
-    """Byte budget of the disk tier."""
+    """Byte budget of the disk tier, for each process that writes to it."""
     tenant_quota: ByteSize | None = Field(None, ge=0)
     """Quota of this tenant's entries in the disk tier, in bytes. If it is set, only this tenant's entries are counted
     and evicted. If not, the entries of all tenants are, within ``disk_space``."""
@@ -100,6 +105,7 @@ class ChunkCacheConfig(BaseSettings):
     per_head_storage: bool = False
     """Whether the remote tier stores each KV head separately, for engines of all tensor-parallel sizes to share."""
     tenant: str = Field("default", min_length=1)
+    """Name of the tenant that owns the stored entries. Entries of different tenants are never shared."""
     _profile: Path | None = PrivateAttr(None)
     _from_profile: frozenset[str] = PrivateAttr(frozenset())
 

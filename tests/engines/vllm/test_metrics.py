@@ -22,18 +22,12 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvmosaic.engines.vllm.telemetry.metrics import (
-    COUNTS,
-    LEVELS,
-    ChunkPromMetrics,
-    ChunkStats,
-    CountName,
-    LevelName,
-    Stage,
-)
+from kvmosaic.engines.vllm.telemetry import metrics
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkPromMetrics, ChunkStats
+from kvmosaic.engines.vllm.telemetry.series import COUNTS, LEVELS, CountName, LevelName, Stage
 from kvmosaic.store.base import MissReason
 
-DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "kvmosaic.json"
+DASHBOARD = Path(metrics.__file__).with_name("dashboard.json")
 PROMETHEUS = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
 RAY = {
     Gauge: ray_wrappers.RayGaugeWrapper,

@@ -140,7 +140,7 @@ def _chat_template(source: str, settings: ChunkCacheConfig) -> Row:
     except Exception as error:
         return Row("chat template", "warn", "its tokenizer cannot be read, not checked", str(error).split("\n")[0])
     if sources.has_template and not set(sources.working) & settings.sources:
-        advice = "requests have to name their documents, and a message has to contain them; see docs/usage.md"
+        advice = "requests must name their documents, and a message must contain them; see docs/howto/documents.md"
         return Row("chat template", "warn", str(sources), advice)
     return Row("chat template", "ok", str(sources))
 

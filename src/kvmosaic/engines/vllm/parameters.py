@@ -40,14 +40,20 @@ class RequestParameters:
     left alone."""
 
     chunk_cache: bool = True
+    """Whether chunks are reused. ``false``: plain vLLM serves the request."""
     recompute_ratio: float | None = None
+    """Share of the chunk tokens to recompute, from 0 to 1, instead of the setting."""
     policy: str | None = None
+    """Policy that chooses the recomputed tokens, instead of the setting."""
     boundaries: tuple[tuple[int, int], ...] | None = None
+    """Start and end, in tokens, of the system prompt, of every chunk and of the question, instead of documents and
+    separators. Tokens between two of them are ordinary text."""
     documents: tuple[str, ...] = ()
     """Texts that are chunks wherever they occur in the prompt."""
     question: str | None = None
     """Text from whose first occurrence on separators do not count."""
     report: bool = False
+    """Whether the response has a report about the request's chunks."""
     refused: Fallback | None = None
     """Reason for serving the request plainly, whatever its other parameters are."""
     problem: str = ""

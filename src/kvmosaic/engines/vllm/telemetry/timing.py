@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import torch
 
 from kvmosaic.engines.vllm.telemetry.cost import LinearCost
-from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats, Stage
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
+from kvmosaic.engines.vllm.telemetry.series import Stage
 
 
 class Running:

@@ -1,0 +1,1 @@
+"""Makes the documentation site's reference pages from the code. Not part of the package."""
