@@ -2,9 +2,10 @@
 
 import os
 
-from kvmosaic.vllm import LLM
 from library import BAKERY, FERRY, MUSEUM
 from vllm import SamplingParams
+
+from kvmosaic.vllm import LLM
 
 QUESTIONS = ("When does the ferry leave Port Almery?", "Who owns the bakery?", "When is the museum open?")
 

@@ -1,7 +1,7 @@
 """The OpenAI client: documents are parts of a message, and the last part is the question.
 
-The second request has the same documents in another order, under another system prompt. A prefix cache has nothing for
-it; kvmosaic reuses the documents. Start a server first: `kvmosaic serve smollm2-135m --enable-chunk-cache
+The second request has the same documents in another order, under another system prompt. A prefix cache has nothing
+for it; kvmosaic reuses the documents. Start a server first: `kvmosaic serve smollm2-135m --enable-chunk-cache
 --enable-prompt-tokens-details`.
 """
 
