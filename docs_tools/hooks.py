@@ -18,12 +18,14 @@ ROOT_PAGES = {
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
+    "deploy/README.md": "deploy.md",
 }
-"""Texts that stay in the repository's root, where people and tools look for them, and their place in the site."""
+"""Texts that stay outside of ``docs/``, where people and tools look for them, and their place in the site."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the reference pages and the texts of the root."""
+    """Add the reference pages and the texts outside of ``docs/``."""
     generated = pages() | {page: _root_text(name) for name, page in ROOT_PAGES.items()}
     for path, content in generated.items():
         files.append(File.generated(config, path, content=content))
@@ -44,8 +46,8 @@ def _section(heading: str) -> str:
 
 
 def _root_text(name: str) -> str:
-    """A text of the root, with links as seen from ``docs/``."""
+    """A text outside of ``docs/``, with links as seen from there."""
     text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
     for other, page in ROOT_PAGES.items():
-        text = text.replace(f"]({other})", f"]({page})")
+        text = text.replace(f"]({other})", f"]({page})").replace(f"](../{other})", f"]({page})")
     return text
