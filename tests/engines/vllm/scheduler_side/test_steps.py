@@ -108,6 +108,7 @@ def test_what_takes_longer_than_half_a_step_is_loaded_in_slices_while_others_run
     side.give(request, 100)
     work = side.run()
     assert (work.loads[0].is_sliced, work.slice_tokens) == (slice_tokens > 0, slice_tokens)
+    assert work.loads[0].fill is not work.loads[0].is_sliced  # lost chunks are not filled in one go
 
 
 def test_slices_are_what_vllm_leaves_of_a_step_and_a_quarter_at_least():

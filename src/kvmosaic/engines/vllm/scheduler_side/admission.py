@@ -129,6 +129,10 @@ class Admission:
                 missing += tokens
         return request.prompt.question.start - local - missing - stored, missing, stored
 
+    def finds_all(self, request: ChunkRequest, local: int) -> bool:
+        """Whether all chunks behind the first ``local`` tokens are stored, as far as is known."""
+        return all(self._mirror.has(digest) for _, digest in request.chunks_from(local))
+
     def is_faster(self, request: ChunkRequest, local: int) -> bool:
         """Whether reusing the stored chunks is predicted to be faster than a plain prefill."""
         ahead = request.prompt.question.start - local

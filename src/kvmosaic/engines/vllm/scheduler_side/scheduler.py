@@ -162,7 +162,10 @@ class ChunkScheduler:
         spare: tuple[int, ...] = ()
         with self.stats.doing_without("lending blocks"):
             spare = self._lender.lend(request, local, len(ids[0]))
-        fill = self._config.miss_policy == "fill-first"
+        # A chunk that was lost since this plan was made is computed in slices, not filled in the first of them.
+        fill = self._config.miss_policy == "fill-first" and not (
+            request.is_long and self._admission.finds_all(request, local)
+        )
         self._work.loads.append(request.load(local, ids, spare, fill=fill, is_findable=is_findable))
         if request.is_long:
             request.is_in_slices = True
