@@ -5,6 +5,7 @@ import random
 import string
 import time
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 
 import pytest
 from hypothesis import given
@@ -245,3 +246,38 @@ def test_time_is_linear_whatever_is_named(tokenizer, kind):
 
     usual = min(seconds(plain, [" ".join(words[at : at + 20]) for at in range(0, len(words), 20)]) for _ in range(3))
     assert seconds(prompt, names) < 40 * usual + 0.5
+
+
+LONG_TOKENS = {
+    "a name of the same characters": ["-" * 100],
+    "many names that are not there": [f"{number} {'é word ' * 2000}" for number in range(1000)],
+}
+
+
+@pytest.mark.parametrize("kind", LONG_TOKENS)
+def test_tokens_of_many_characters_cost_little_more_than_others(tokenizer, kind):
+    """Engines limit prompts in tokens, and one token may be a line of dashes."""
+    dashes = tokenizer.encode("-" * 64)
+    assert len(dashes) == 1
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    parser = ChunkTokenParser(tokenizer, None)
+    plain = tokenizer.encode(" ".join(str(random.random()) for _ in range(2000)))[:16_000]
+
+    def seconds(tokens, names):
+        start = time.process_time()
+        parser.parse_named(tokens, names)
+        return time.process_time() - start
+
+    usual = min(seconds(plain, LONG_TOKENS[kind][:100]) for _ in range(3))
+    assert min(seconds(dashes * len(plain), LONG_TOKENS[kind]) for _ in range(2)) < 10 * usual + 0.15
+
+
+def test_a_question_that_is_longer_than_the_prompt_takes_no_time(tokenizer):
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    parser = ChunkTokenParser(tokenizer, " # # ")
+    question = "Quand part le bac à l'île ? " * 100_000
+    start = time.process_time()
+    assert parser.parse_named("A. # # Good. # # Why?", (), question).prompt.chunks == ()
+    assert time.process_time() - start < 0.05

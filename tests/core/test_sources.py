@@ -224,3 +224,17 @@ def test_time_is_linear(shape):
 
     small = min(seconds(2_000) for _ in range(3))
     assert min(seconds(20_000) for _ in range(3)) < 40 * small
+
+
+def test_blanks_before_a_document_take_no_longer_than_letters():
+    def seconds(text):
+        start = time.process_time()
+        assert found({"documents": [f"{text}The ferry."]}).documents
+        return time.process_time() - start
+
+    letters = min(seconds("x" * 2**21) for _ in range(3))
+    assert min(seconds(" " * 2**21) for _ in range(3)) < letters + 0.1
+
+
+def test_a_label_behind_blanks_is_no_part_of_the_document():
+    assert found({"documents": ["\n\u3000 Source 1: The ferry."]}).documents == ("The ferry.",)

@@ -20,7 +20,7 @@ class AdminKey:
         """Whether the value of an ``Authorization`` header has the secret. The comparison takes constant time."""
         given = authorization or ""
         is_bearer = given[: len(_SCHEME)].lower() == _SCHEME
-        secret = given[len(_SCHEME) :].strip().encode(errors="surrogateescape")
+        secret = given[len(_SCHEME) :].strip().encode("latin-1", "backslashreplace")  # as servers decode headers
         return hmac.compare_digest(hashlib.sha256(secret).digest(), self._digest) and is_bearer
 
     @classmethod

@@ -15,6 +15,9 @@ ANCHOR = 8
 """Size of the window that locates candidate positions of a document, in bytes: one 64-bit number."""
 TRIED = 9
 """Number of windows tried per document. The window that is rarest in the prompt becomes its anchor."""
+TOKEN_BYTES = 8
+"""Maximum number of bytes that a token of the prompt counts as. A token may stand for more than a hundred equal
+characters, and the engine limits the length of prompts in tokens."""
 MAX_NAMED = 16
 """Maximum total size of the documents, per byte of the prompt; documents beyond it count as absent."""
 MAX_WORK = 8
@@ -85,7 +88,8 @@ def find_documents(
     """
     indices: dict[str, list[int]] = {}
     beyond: list[int] = []
-    room = MAX_NAMED * len(prompt.bytes)
+    size = min(len(prompt.bytes), TOKEN_BYTES * len(prompt.starts))
+    room = MAX_NAMED * size
     for index, document in enumerate(documents):
         room -= len(document) if document.isascii() else len(document.encode(errors="surrogatepass"))
         if room < 0:
@@ -97,7 +101,7 @@ def find_documents(
         written = {text: text if write is None else write(text) for text in indices if len(text) <= len(prompt.bytes)}
         names = {text: _Name(new) for text, new in written.items() if write is None or new != text}
         fitting = [name for name in names.values() if ANCHOR <= len(name.bytes) <= len(prompt.bytes)]
-        found = _find_all(prompt.bytes, fitting)
+        found = _find_all(prompt.bytes, fitting, size)
         there = {id(name) for _, name in found}
         for text in [text for text, name in names.items() if id(name) in there]:
             del indices[text]
@@ -122,8 +126,9 @@ def _ascii_json(text: str) -> str:
     return text if text.isascii() else json.dumps(text)[1:-1]
 
 
-def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
-    """Occurrences of ``names`` in ``text``, with their byte offsets."""
+def _find_all(text: bytes, names: Sequence[_Name], size: int) -> list[tuple[int, _Name]]:
+    """Occurrences of ``names`` in ``text``, with their byte offsets. ``size``: number of bytes that ``text`` counts
+    as."""
     if not names:
         return []
     windows = _windows(text)
@@ -131,9 +136,9 @@ def _find_all(text: bytes, names: Sequence[_Name]) -> list[tuple[int, _Name]]:
     by_anchor = _by_anchor(names, np.bincount(slots, minlength=1 << _BITS))
     is_wanted = np.zeros(1 << _BITS, dtype=bool)
     is_wanted[_slots(np.fromiter(by_anchor, np.uint64, len(by_anchor)))] = True
-    candidates = np.flatnonzero(is_wanted.take(slots))
+    candidates = np.flatnonzero(is_wanted.take(slots))[:size]
     for name in names:
-        name.work = MAX_WORK * (len(text) // len(names) + len(name.bytes))
+        name.work = MAX_WORK * (size // len(names) + len(name.bytes))
     places = []
     for place, anchor in zip(candidates.tolist(), windows[candidates].tolist(), strict=True):
         is_over = False

@@ -177,6 +177,8 @@ class ChunkTokenParser:
         separators are ignored, because an end user may have written any of them."""
         if not question:
             return len(text.bytes)
+        if len(question) > len(text.bytes):  # it is not there, and clients may send any length
+            return 0
         written = {question, self._normalize(question)}
         places = [text.bytes.find(each.encode(errors="surrogatepass")) for each in written]
         return min((place for place in places if place >= 0), default=0)

@@ -10,7 +10,7 @@ from kvmosaic.core.limits import MAX_DOCUMENTS
 
 # "Source 1: ", "[2] ", "3. " or a tag with a number: it depends on the position of a document, not on its content.
 _LABEL = re.compile(
-    r"\s*(?:[\[(*#]{0,4}[^\W\d_]{0,20}[ \t]?#?\d{1,4}[\])*:.]{1,4}(?=\s)|<[^<>\n\d]{1,80}\d[^<>\n]{0,80}>)"
+    r"(?:[\[(*#]{0,4}[^\W\d_]{0,20}[ \t]?#?\d{1,4}[\])*:.]{1,4}(?=\s)|<[^<>\n\d]{1,80}\d[^<>\n]{0,80}>)"
 )
 _TEXT_PARTS = ("text", "input_text")
 _DOCUMENT_PARTS = ("document", "search_result")
@@ -44,6 +44,7 @@ def find_sources(
 
 
 def _without_label(text: str) -> str:
+    text = text.lstrip()  # the pattern would try a label behind each blank, which takes a second for a few megabytes
     label = _LABEL.match(text)
     return text[label.end() if label else 0 :].strip()
 

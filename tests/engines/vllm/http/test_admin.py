@@ -196,3 +196,10 @@ def test_the_key_is_no_setting_and_is_never_shown(monkeypatch):
     config = load_config()
     assert KEY not in json.dumps(config.model_dump(mode="json")) + repr(config)
     assert KEY not in repr(vars(AdminKey(KEY.encode())))
+
+
+def test_a_key_may_have_any_letters():
+    """Servers decode headers as Latin-1, whatever their bytes mean."""
+    key = "ein Schlüssel aus vielen Wörtern".encode()
+    assert AdminKey(key).opens(f"Bearer {key.decode('latin-1')}")
+    assert not AdminKey(key).opens("Bearer ein Schl\u20acssel aus vielen Wörtern")
