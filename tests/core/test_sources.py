@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.core.limits import MAX_DOCUMENTS
-from kvmosaic.core.sources import Sources, find_sources
+from kvmosaic.core.sources import MAX_LOOKS, Sources, find_sources
 
 ALL = ("documents", "parts", "tools")
 
@@ -238,3 +238,10 @@ def test_blanks_before_a_document_take_no_longer_than_letters():
 
 def test_a_label_behind_blanks_is_no_part_of_the_document():
     assert found({"documents": ["\n\u3000 Source 1: The ferry."]}).documents == ("The ferry.",)
+
+
+def test_only_so_many_values_of_the_field_are_looked_at():
+    last = "The ferry leaves at noon."
+    empty = [[]] * (MAX_LOOKS - 2)  # the list itself and the last text count, too
+    assert found({"documents": [*empty, last]}).documents == (last,)
+    assert found({"documents": [*empty, [], last]}).documents == ()

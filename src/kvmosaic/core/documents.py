@@ -118,6 +118,12 @@ def find_documents(
     return Found(tuple(spans), tuple(sorted([*beyond, *(index for each in indices.values() for index in each)])))
 
 
+def spellings(text: str) -> tuple[str, ...]:
+    """The ways in which :func:`find_documents` finds a document, except those of a tokenizer: the text itself first,
+    then as JSON escapes it."""
+    return tuple(dict.fromkeys((text, _json(text), _ascii_json(text))))
+
+
 def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1] if _ESCAPED.search(text) else text
 

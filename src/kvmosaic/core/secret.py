@@ -9,10 +9,13 @@ LEAST_BYTES = 16
 
 
 def secret_from_environment(variable: str) -> bytes | None:
-    """The value of ``variable``, if it is set. Raises a :class:`ConfigError` if the value is too short."""
+    """The value of ``variable``, if it is set. Raises a :class:`ConfigError` if the value is too short
+    or has white space around it."""
     text = os.environ.get(variable)
     if text is None:
         return None
+    if text != text.strip():  # HTTP headers, and people who copy it, lose them
+        raise ConfigError(f"{variable}: begins or ends with white space, perhaps the end of a line; remove it")
     secret = text.encode(errors="surrogateescape")
     if len(secret) < LEAST_BYTES:
         raise ConfigError(

@@ -16,6 +16,8 @@ _TEXT_PARTS = ("text", "input_text")
 _DOCUMENT_PARTS = ("document", "search_result")
 _TOOL_ROLES = ("tool", "function")
 _SYSTEM_ROLES = ("system", "developer")
+MAX_LOOKS = 64 * MAX_DOCUMENTS
+"""Maximum number of values of the ``documents`` field that are looked at, including lists and objects."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,12 @@ def _text(part: Any) -> str | None:
 
 
 def _all_strings(value: Any) -> Iterator[str]:
-    """All texts in a list of documents, which are texts or objects, whose keys depend on the template."""
+    """All texts in a list of documents, which are texts or objects, whose keys depend on the template. Looks at no
+    more than :data:`MAX_LOOKS` values, because a client may send millions of empty ones."""
     waiting = [value]
-    while waiting:
+    for _ in range(MAX_LOOKS):
+        if not waiting:
+            return
         value = waiting.pop()
         if isinstance(value, str):
             yield value

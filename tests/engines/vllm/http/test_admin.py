@@ -188,6 +188,22 @@ def test_a_short_key_is_refused_wherever_settings_are_read(monkeypatch):
         load_config()
 
 
+@pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY}", f"{KEY}\r"])
+def test_a_key_with_blanks_around_it_is_refused(monkeypatch, key):
+    """No header could ever contain it."""
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, key)
+    with pytest.raises(ConfigError, match=f"{ADMIN_KEY_VARIABLE}: begins or ends with white space") as caught:
+        load_config()
+    assert KEY not in str(caught.value)
+
+
+def test_a_text_is_deleted_in_every_spelling(ask, client):
+    text = 'The "Ilse" calls at every pier.\nShe was built in 1911, and is painted gr\u00fcn and white.'
+    assert ask("POST", "/kvmosaic/documents/delete", json={"text": text}).status_code == 404
+    assert [method for method, *_ in client.called] == ["chunk_cache_delete"] * 3
+    assert len(set(client.called)) == 3
+
+
 def test_the_key_is_no_setting_and_is_never_shown(monkeypatch):
     with pytest.raises(ConfigError, match=f"environment variable {ADMIN_KEY_VARIABLE}") as caught:
         load_config(chunk_admin_key=KEY)

@@ -69,7 +69,9 @@ def test_no_parameters_may_also_be_written_as_null():
 
 def test_the_question_is_told_only_where_separators_count():
     assert parameters(client_of(), chat(ONE, "When?")) == {"documents": [ONE]}
-    assert parameters(client_of(chunk_separator="##"), chat("When?")) == {"question": "When?"}
+    for sources in ("parts", "none", "auto"):
+        client = client_of(chunk_separator="##", chunk_sources=sources)
+        assert parameters(client, chat("When?")) == {"question": "When?"}
 
 
 def test_there_are_never_more_names_than_the_engine_takes():

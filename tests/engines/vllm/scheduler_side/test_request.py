@@ -1,6 +1,7 @@
 """What a request with chunks knows of itself."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
     make_request,
     make_setup,
     make_shape,
+    text,
 )
 
 
@@ -116,3 +118,20 @@ def test_its_salts_depend_on_the_question_if_that_is_looked_at(policy, differs):
         for question in (QUESTION, [*QUESTION[:-1], 7])
     ]
     assert (both[0] != both[1]) is differs
+
+
+def test_salts_of_a_conversation_take_linear_time():
+    """Every second turn has no question, so that its chunk's KV depends on all that follows."""
+    ours = plan(
+        make_request("a", SYSTEM, *(text(number, 40) for number in range(1, 81)), QUESTION, recompute_ratio=0.5)
+    )
+    length = len(ours.prompt.token_ids)
+    ends = [length if index % 2 else span.end for index, span in enumerate(ours.prompt.chunks)]
+    mixed = replace(ours, turn_ends=tuple(ends))
+    assert sum(len(what) for _, what in mixed._salted_by(make_shape())) < 3 * 4 * length
+    # A turn without a question depends on everything behind it.
+    ends[0] = length
+    early = replace(ours, turn_ends=tuple(ends))
+    changed = replace(early, prompt=replace(early.prompt, token_ids=(*early.prompt.token_ids[:-1], 7)))
+    assert early.salts(make_shape()) != changed.salts(make_shape())
+    assert early.salts(make_shape())[0] != changed.salts(make_shape())[0]

@@ -111,6 +111,33 @@ def test_what_takes_longer_than_half_a_step_is_loaded_in_slices_while_others_run
     assert work.loads[0].fill is not work.loads[0].is_sliced  # lost chunks are not filled in one go
 
 
+@pytest.mark.parametrize(("seconds", "is_long"), [(0.0, False), (9.0, True)])
+def test_a_choice_takes_a_pass_of_its_own(seconds, is_long):
+    """Of the 64 tokens that loads may take, 48 are computed: the system prompt twice, and 8 of chunks. A pass that
+    takes as long as 9 tokens leaves 55, and the choice takes another."""
+    side = running(shape={"step_tokens": 2 * STEP})
+    side.report(costs={"blend": Line(seconds, 1 - seconds / (2 * STEP))})
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0.1, policy="composite"))
+    assert side.ask(request) == (100, is_long)
+
+
+def test_nothing_is_computed_again_for_requests_that_have_to_wait(monkeypatch):
+    """vLLM asks about all of them in every step."""
+    side = running(shape={"step_tokens": 2 * STEP})
+    choosing = {"recompute_ratio": 0.1, "policy": "composite"}
+    waiting = [side.add(ask_about(FIRST, SECOND, name=name, **choosing)) for name in "bcdef"]
+    side.begin(side.add(ask_about(FIRST, SECOND, name="a", **HALF)))
+    assert [side.matched(request) for request in waiting] == [None] * 5
+    admission = side.scheduler._admission
+    shares, asked = admission._shares, []
+    monkeypatch.setattr(admission, "_shares", lambda request, local: asked.append(request) or shares(request, local))
+    assert [side.matched(request) for request in waiting] == [None] * 5
+    assert not asked
+    side.run()
+    assert side.matched(waiting[0]) == 100
+    assert asked
+
+
 def test_slices_are_what_vllm_leaves_of_a_step_and_a_quarter_at_least():
     side = running(miss_policy="fill-first")
     request = in_slices(side)

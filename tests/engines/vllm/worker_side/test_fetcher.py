@@ -188,6 +188,20 @@ def test_what_is_cleared_stays_with_nobody(disk, entries):
     store.close()
 
 
+def test_a_deleted_entry_stays_with_nobody(disk, entries):
+    store = ChunkStorageManager([HostTier(1), disk])
+    fetcher = ChunkFetcher(store)
+    wanted = [entry.key for entry in entries[:3]]
+    fetcher.start("a", wanted)
+    finished(fetcher, "a")
+    fetcher.forget(wanted[1:2])
+    assert set(fetcher.kept_for("a")) == {wanted[0], wanted[2]}
+    fetcher.release("a")
+    assert fetcher._held_bytes == 0
+    fetcher.close()
+    store.close()
+
+
 def test_what_a_step_did_not_wait_for_is_brought_up_for_the_next(fetcher, disk, entries, store):
     assert store.lookup(entries[0].key, entries[0].tokens, CONTEXT, held={}).reason == MissReason.SLOW
     fetcher.bring_up([entries[0].key])

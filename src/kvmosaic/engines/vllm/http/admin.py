@@ -85,7 +85,7 @@ class AdminApp:
             case "POST", ["documents"]:
                 return await care.warm(await _text(request))
             case "POST", ["documents", "delete"]:
-                return await care.delete((await care.document(await _text(request))).digest)
+                return await care.delete_text(await _text(request))
             case "POST", ["documents", digest, ("pin" | "unpin") as action]:
                 return await care.keep(_hash(digest), is_kept=action == "pin")
             case "DELETE", ["documents", digest]:

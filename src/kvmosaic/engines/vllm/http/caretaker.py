@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kvmosaic.core.config import ChunkCacheConfig, load_config
+from kvmosaic.core.documents import spellings
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
@@ -96,6 +97,14 @@ class Caretaker:
         await self._all_have(digest, await self._ask("chunk_cache_delete", digest))
         await self._settle()
         return {"hash": digest, "deleted": True}
+
+    async def delete_text(self, text: str) -> dict[str, Any]:
+        """Delete a document from all tiers, also as prompts had it in which JSON escaped it."""
+        documents = [await self.document(spelling) for spelling in spellings(text)]
+        counts = [await self._ask("chunk_cache_delete", document.digest) for document in documents]
+        await self._all_have(documents[0].digest, [sum(each) for each in counts])
+        await self._settle()
+        return {"hash": documents[0].digest, "deleted": True}
 
     async def clear(self) -> dict[str, Any]:
         """Delete all entries of the engine's model and tenant. Also empties vLLM's prefix cache, unless requests are

@@ -51,7 +51,9 @@ class DocumentNamer:
     def _documents(self, body: RequestBody) -> dict[str, Any]:
         named, config = body.documents(), self.config
         is_off = body.parameter("chunk_cache") is False or body.parameter("boundaries") is not None
-        if is_off or named is None or not FIELDS[self.path] or not config.sources - {"auto"}:
+        # The question counts with separators, from whichever sources documents come.
+        has_use = bool(config.sources - {"auto"}) or config.chunk_separator is not None
+        if is_off or named is None or not FIELDS[self.path] or not has_use:
             return {}
         found = find_sources(body.read(FIELDS[self.path]), config.sources, config.min_chunk_tokens)
         known = {name.strip() for name in named}

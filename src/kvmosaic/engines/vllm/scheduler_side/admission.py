@@ -101,6 +101,8 @@ class Admission:
         rest = text + missing - filled + int(request.ratio * (stored + filled))
         if request.is_probed:  # text is computed twice: before the choice, and behind the chosen tokens
             first += self._tokens_to_choose(request, local) - filled
+        # The pass that computes the rest counts once for all loads of a step.
+        first += self.pass_tokens * ((filled > 0) + request.is_probed)
         return _LoadCost(first + self._tokens_in(self._seconds_beside(request, local, stored + filled)), rest)
 
     def _seconds_beside(self, request: ChunkRequest, local: int, placed: int) -> float:
@@ -157,18 +159,23 @@ class Admission:
         """Whether loading a request takes so much of a step that it is done in slices, over several steps."""
         return sum(self._load_cost(request, local)) > self._room_for_loads
 
+    def still_lacks_room(self, request: ChunkRequest, local: int) -> bool:
+        """Whether the cost that was computed when the request last lacked room is still too high. vLLM asks about all
+        waiting requests in every step, so nothing is computed again for those that have to wait anyway."""
+        return (
+            not self._is_empty
+            and request.needed is not None
+            and request.needed[0] == local
+            and request.needed[1] > self._room
+        )
+
     def has_room(self, request: ChunkRequest, local: int) -> bool:
         """Whether the coming step has room for a further request: other requests' decoding must not wait for many
         blends at once."""
-        if not self._tokens_in_step and not self._has_slices:
+        if self._is_empty:
             return True
-        room = self._room_for_loads - self._tokens_in_step - (self._least_slice if self._has_slices else 0)
-        # vLLM asks about all waiting requests in every step, so a cost that is too high for the room is not computed
-        # again.
-        if request.needed is not None and request.needed[0] == local and request.needed[1] > room:
-            return False
         request.needed = local, sum(self._load_cost(request, local))
-        return request.needed[1] <= room
+        return request.needed[1] <= self._room
 
     def admit(self, request: ChunkRequest, local: int) -> None:
         """Count a request that the coming step loads, or begins to load in slices."""
@@ -197,6 +204,16 @@ class Admission:
         taken = scheduled + loaded + (self.pass_tokens if loaded else 0)
         room = min(int(LONGEST_STEP * self._shape.step_tokens) - taken, self.tokens_worth_filling())
         return max(1, room, int(LEAST_FILL_SHARE * self._shape.step_tokens))
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether the coming step loads nothing yet."""
+        return not self._tokens_in_step and not self._has_slices
+
+    @property
+    def _room(self) -> int:
+        """Tokens that further loads of the coming step may take."""
+        return self._room_for_loads - self._tokens_in_step - (self._least_slice if self._has_slices else 0)
 
     @property
     def _room_for_loads(self) -> int:

@@ -109,11 +109,11 @@ class ChunkRequest:
 
     def _salted_by(self, shape: EngineShape) -> Iterator[tuple[int, bytes]]:
         """Positions from which on KV differs from that of the plain prompt, and the data that it depends on there."""
-        turn_end = None
+        covered = 0  # salts are chained, so all tokens up to here count in those that follow
         for span, digest, end in zip(self.prompt.chunks, self.digests, self.turn_ends, strict=True):
-            if self.is_probed and end != turn_end:
+            if self.is_probed and end > covered:
                 yield span.start, b"turn" + self.prompt.token_array[span.start : end].tobytes()
-            turn_end = end
+                covered = end
             # Blocks of a chunk that is cut are valid only for prompts with the whole chunk.
             yield span.start, b"cut" + digest if shape.is_cut(len(span)) else b"chunk"
             yield span.end, b"end"

@@ -57,11 +57,16 @@ class WaitingRoom:
                     return self._admission.why_not(request, local)
             if not is_alone and self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
                 return None
-            if not is_alone and not request.begins_inside(local) and self._admission.choice_is_long(request, local):
-                return Fallback.SLOWER
             # It may still have to wait for a step with room, and for blocks.
-            if self._admission.has_room(request, local):
-                return external
+            if not self._admission.still_lacks_room(request, local):
+                if (
+                    not is_alone
+                    and not request.begins_inside(local)
+                    and self._admission.choice_is_long(request, local)
+                ):
+                    return Fallback.SLOWER
+                if self._admission.has_room(request, local):
+                    return external
             has_to_wait = request.has_patience(PATIENCE_SECONDS) or request.begins_inside(local)
             return None if has_to_wait else Fallback.SLOWER
         if request.has_patience(PATIENCE_SECONDS):

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.engines.chunk_cache import ChunkCache
+from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.store import EntryInfo
 
 SHOWN_TOKENS = 16
@@ -16,8 +17,9 @@ SHOWN_TOKENS = 16
 class StoredDocuments:
     """The entries that this rank could serve now: of its model, weights and tenant."""
 
-    def __init__(self, cache: ChunkCache) -> None:
+    def __init__(self, cache: ChunkCache, fetcher: ChunkFetcher) -> None:
         self._cache = cache
+        self._fetcher = fetcher
 
     def listed(self, most: int, *, shows_text: bool) -> dict[str, Any]:
         """Number of entries, their bytes, and the newest ``most``."""
@@ -46,6 +48,7 @@ class StoredDocuments:
         """Delete entries from all tiers. Returns their number."""
         keys = self.keys(digest)
         self._cache.store.remove(keys)
+        self._fetcher.forget(keys)
         return len(keys)
 
     def _entries(self) -> Iterator[EntryInfo]:

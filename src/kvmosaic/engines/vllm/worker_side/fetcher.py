@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -99,6 +99,14 @@ class ChunkFetcher:
         with self._lock:
             for fetch in self._fetches.values():
                 self._drop(fetch)
+
+    def forget(self, keys: Collection[ChunkKey]) -> None:
+        """These entries are deleted. Requests that they were fetched for do without them."""
+        with self._lock:
+            for fetch in self._fetches.values():
+                forgotten = [fetch.entries[key] for key in keys if key in fetch.entries]
+                self._held_bytes -= sum(taken_bytes(each.entry.data) for each in forgotten)
+                fetch.entries = {key: each for key, each in fetch.entries.items() if key not in keys}
 
     def _drop(self, fetch: _Fetch) -> None:
         """Drop a fetch's entries, and accept no more. The caller holds the lock."""

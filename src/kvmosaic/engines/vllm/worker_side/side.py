@@ -101,9 +101,9 @@ class WorkerSide:
         if setup.learned is not None:  # before the store is opened: the sink may be another model's
             sink = sink_entry(setup.learned, self._model, self.forward, self.ranks, kv_format)
         self.cache = self._open_cache(device_pool, kv_format)
-        self.documents = StoredDocuments(self.cache)
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
         self.fetcher = ChunkFetcher(self.cache.store)
+        self.documents = StoredDocuments(self.cache, self.fetcher)
         self._filler = ChunkFiller(self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, sink)
         self.loader = ChunkLoader(
             self.cache,
@@ -280,9 +280,8 @@ class WorkerSide:
             model_name(model.model),
             sink=self._setup.sink,
             learned=self._setup.learned,
-            fingerprint=lambda length: (
-                self.names.fingerprint
-            ),  # vLLM's rotary tables do not depend on a prompt's length
+            # vLLM's rotary tables do not depend on a prompt's length.
+            fingerprint=lambda length: self.names.fingerprint,
             share=ranks.share,
             max_positions=model.max_model_len,
             kv_format=kv_format,
