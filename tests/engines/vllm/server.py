@@ -16,11 +16,18 @@ START_SECONDS = 400
 @contextmanager
 def serving(model: str, log: Path, *options: str, **environment: str) -> Iterator[str]:
     """The URL of a server for ``model``, as long as it is needed."""
+    command = [sys.executable, "-m", "kvmosaic.cli.main", "serve", model, "--enable-chunk-cache", *options]
+    with served_by(command, log, **environment) as url:
+        yield url
+
+
+@contextmanager
+def served_by(command: list[str], log: Path, **environment: str) -> Iterator[str]:
+    """The URL of a server that ``command`` starts, as long as it is needed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "kvmosaic.cli.main", "serve", model, "--enable-chunk-cache", *options]
     with log.open("w") as output:
         server = subprocess.Popen(
             [*command, "--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)],

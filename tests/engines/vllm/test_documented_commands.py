@@ -1,0 +1,88 @@
+"""Commands and code of the documentation that need vLLM, run as they are written but for addresses and models."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.blocks import BAKERY, FERRY, all_commands, block
+from tests.engines.vllm.server import served_by, serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+ADMIN_KEY = "a key of the documentation's tests"
+SERVE = [each for each in all_commands() if re.match(r"(\w+=\w+ )*kvmosaic serve (MODEL|smollm2-135m)", each)]
+
+
+def options_of(command):
+    """What a command adds to a server with a chunk cache."""
+    words = shlex.split(command)
+    return [word for word in words[words.index("serve") + 2 :] if word != "--enable-chunk-cache"]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """The README's server, which also allows what other pages ask for."""
+    [command] = [each for each in SERVE if options_of(each) == ["--enable-prompt-tokens-details"]]
+    options = [*options_of(command), "--max-model-len", "2048", "--client-parameters", "all"]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with serving("smollm2-135m", log, *options, KVMOSAIC_CHUNK_ADMIN_KEY=ADMIN_KEY) as url:
+        yield url
+
+
+def run(name, url, **known):
+    exec(block(name).code.replace("http://localhost:8000", url), known)
+
+
+def test_the_readmes_client(url, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("ferry.txt").write_text(FERRY)
+    tmp_path.joinpath("bakery.txt").write_text(BAKERY)
+    run("README.md: from openai import OpenAI", url)
+    cached = [int(number) for number in re.findall(r"cached_tokens=(\d+)", capsys.readouterr().out)]
+    assert len(cached) == 2
+    assert cached[1] > 400
+
+
+def test_how_to_serve(url, capsys):
+    run("docs/howto/serve.md: from openai import OpenAI", url)
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_the_http_reference(url):
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    run(
+        "docs/reference/http.md: client.chat.completions.create(", url, client=client, documents=[FERRY], question="?"
+    )
+
+
+def test_the_administrators_commands(url):
+    [command] = [each for each in all_commands() if each.startswith("curl")]
+    script = f"KVMOSAIC_CHUNK_ADMIN_KEY='{ADMIN_KEY}'; {command.replace('http://localhost:8000', url)}"
+    done = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True)
+    assert '"documents"' in done.stdout
+
+
+@pytest.mark.parametrize("command", [each for each in SERVE if "--remote" not in each][1:])
+def test_other_servers_start(command, tmp_path):
+    with serving("smollm2-135m", tmp_path / "log", *options_of(command), "--max-model-len", "2048"):
+        assert "chunk cache on" in (tmp_path / "log").read_text()
+
+
+def test_vllm_itself_with_our_connector(tmp_path):
+    [command] = [each for each in all_commands() if each.startswith("vllm serve") and "--kv-transfer-config" in each]
+    words = shlex.split(command.replace("MODEL", "smollm2-135m"))[1:]
+    words[1] = subprocess.run(
+        [sys.executable, "-m", "kvmosaic.cli.main", "models", "pull", "smollm2-135m"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()[-1]
+    with served_by(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", *words, "--max-model-len", "2048"], tmp_path / "log"
+    ):
+        assert "chunk cache on" in (tmp_path / "log").read_text()
