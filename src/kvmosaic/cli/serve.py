@@ -46,11 +46,18 @@ def serve(
         from kvmosaic.engines.vllm.compat.server import ServeCommand
     except ImportError as error:
         raise ConfigError(str(error)) from None
-    from kvmosaic.engines.vllm.arguments import MIDDLEWARE, engine_arguments, refuse_unsupported, served_dtype
+    from kvmosaic.engines.vllm.arguments import (
+        MIDDLEWARE,
+        can_be_used,
+        engine_arguments,
+        refuse_unsupported,
+        served_dtype,
+    )
     from kvmosaic.models import CATALOG, resolve
 
     options = list(context.args)
-    if config.enable_chunk_cache:
+    has_cache = config.enable_chunk_cache and can_be_used()
+    if has_cache:
         ours = engine_arguments(config)
         transfer = json.dumps(ours["kv_transfer_config"])
         options += ["--worker-cls", ours["worker_cls"], "--kv-transfer-config", transfer]
@@ -62,6 +69,6 @@ def serve(
     if model in CATALOG and not parsed.served_model_name:  # clients should not have to know the folder
         parsed.served_model_name = [model]
     parsed.dtype = served_dtype(command.engine_args(parsed))
-    if config.enable_chunk_cache:
+    if has_cache:
         refuse_unsupported(command.engine_args(parsed))
     command.run(parsed)

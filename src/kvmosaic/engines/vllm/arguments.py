@@ -29,14 +29,29 @@ def engine_arguments(config: ChunkCacheConfig) -> dict[str, Any]:
     }
 
 
-def refuse_unsupported(engine_args: Any) -> None:
-    """Raise :class:`ConfigError`, with one line, if the chunk cache cannot work with vLLM's ``EngineArgs``. To be
-    called before any process is started."""
+def can_be_used() -> bool:
+    """Whether the installed vLLM has what the chunk cache relies on. If an untested release does not, this is logged
+    in one line, and vLLM has to be started without the chunk cache."""
     import vllm  # here, because the rest of this module is also used where vLLM is missing or broken
 
     problem = version_problem(vllm.__version__)
-    if problem is not None:
+    if problem is None:
+        return True
+    from kvmosaic.engines.vllm.compat.contracts import broken_contracts
+
+    broken = broken_contracts()
+    if broken:
+        logger.error(
+            "the chunk cache is off, and requests are served by plain vLLM: %s; %s", problem, "; ".join(broken)
+        )
+    else:
         logger.warning(problem)
+    return not broken
+
+
+def refuse_unsupported(engine_args: Any) -> None:
+    """Raise :class:`ConfigError`, with one line, if the chunk cache cannot work with vLLM's ``EngineArgs``. To be
+    called before any process is started."""
     problems = unsupported(engine_args.create_engine_config())
     if problems:
         raise ConfigError(f"the chunk cache cannot be used here: {'; '.join(problems)}")

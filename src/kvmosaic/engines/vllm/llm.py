@@ -13,7 +13,7 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.limits import MAX_DOCUMENTS
 from kvmosaic.core.messages import conversations, names_for_each
 from kvmosaic.core.sources import find_sources
-from kvmosaic.engines.vllm.arguments import engine_arguments, refuse_unsupported, served_dtype
+from kvmosaic.engines.vllm.arguments import can_be_used, engine_arguments, refuse_unsupported, served_dtype
 from kvmosaic.models import resolve
 
 Documents = Sequence[str] | Sequence[Sequence[str]] | None
@@ -26,14 +26,17 @@ class LLM(vllm.LLM):  # type: ignore[misc]
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in ChunkCacheConfig.model_fields if name in kwargs}
-        self.chunk_cache_config = load_config(model, **settings)
+        config = load_config(model, **settings)
+        if config.enable_chunk_cache and not can_be_used():
+            config = config.model_copy(update={"enable_chunk_cache": False})
+        self.chunk_cache_config = config
         model = resolve(model)
         known = {field.name for field in fields(EngineArgs)}
         arguments = EngineArgs(model=model, **{name: kwargs[name] for name in kwargs.keys() & known})
         arguments.dtype = kwargs["dtype"] = served_dtype(arguments)
-        if self.chunk_cache_config.enable_chunk_cache:
+        if config.enable_chunk_cache:
             refuse_unsupported(arguments)
-            kwargs |= engine_arguments(self.chunk_cache_config)
+            kwargs |= engine_arguments(config)
         super().__init__(model=model, **kwargs)
 
     def generate(
