@@ -3,8 +3,9 @@
 import pytest
 import vllm
 
+from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.engines.vllm.arguments import WORKER
+from kvmosaic.engines.vllm.arguments import WORKER, engine_arguments
 from kvmosaic.vllm import LLM
 from tests.engines.vllm.helpers import SMALL, start
 
@@ -20,7 +21,11 @@ def test_pipeline_parallel():
 def test_the_worker_alone_or_beside_another_connector(tiny_llama):
     """As ``vllm serve`` may be set up by hand."""
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    for transfer in (None, {**offloading, "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}):
+    offloading["kv_connector_extra_config"] = {"cpu_bytes_to_use": 2**20}
+    ours = engine_arguments(load_config(enable_chunk_cache=True))["kv_transfer_config"]
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    several["kv_connector_extra_config"] = {"connectors": [ours, offloading]}
+    for transfer in (None, offloading, several):
         with pytest.raises(Exception, match=r"worker_cls=ChunkWorker needs the connector ChunkConnector"):
             vllm.LLM(tiny_llama, skip_tokenizer_init=True, worker_cls=WORKER, kv_transfer_config=transfer, **SMALL)
 

@@ -1,0 +1,77 @@
+"""Reuse beside other modes of vLLM: its ways of scheduling, structured output, several engines behind one server."""
+
+import re
+
+import httpx
+import pytest
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.engines.vllm.helpers import (
+    DOCUMENTS,
+    ask,
+    close,
+    draw,
+    greedy,
+    join,
+    plain_answer,
+    report,
+    start,
+    statuses,
+)
+from tests.engines.vllm.server import serving
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_that_are_planned_ahead_or_not(tiny_llama, is_async):
+    llm = start(tiny_llama, skip_tokenizer_init=True, miss_policy="fill-first", async_scheduling=is_async)
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling is is_async
+    chunks = [draw(40) for _ in range(3)]
+    first, boundaries = join([draw(9), *chunks, draw(7)])
+    ask(llm, first, boundaries=boundaries)
+    prompts = [join([draw(20), *order, draw(5)]) for order in (chunks[::-1], chunks[1:], chunks[:1])]
+    for tokens, boundaries in prompts:
+        [exact] = ask(llm, tokens, boundaries=boundaries, recompute_ratio=1.0)
+        close(exact, plain_answer(llm, tokens))
+    alone = [ask(llm, tokens, boundaries=boundaries)[0] for tokens, boundaries in prompts]
+    assert llm.reset_prefix_cache()
+    sampling = [
+        greedy(8, logprobs=3, detokenize=False, params={"boundaries": boundaries, "report": True})
+        for _, boundaries in prompts
+    ]
+    together = llm.generate([{"prompt_token_ids": tokens} for tokens, _ in prompts], sampling, use_tqdm=False)
+    for ours, single in zip(together, alone, strict=True):
+        assert set(statuses(ours)) == {"cached"}
+        close(ours, single)
+
+
+def test_structured_output(tiny_text):
+    llm = start(tiny_text, miss_policy="fill-first", chunk_separator=None)
+    prompts = ["\n\n".join([*order, "Is it open?"]) for order in (DOCUMENTS, DOCUMENTS[::-1])]
+    for text in prompts:
+        sampling = greedy(
+            8, params={"report": True}, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+        )
+        sampling.ignore_eos = False
+        [answer] = llm.generate(text, sampling, documents=DOCUMENTS, use_tqdm=False)
+        assert answer.outputs[0].text in ("yes", "no")
+    assert report(answer)["reused_tokens"] > 0
+
+
+@pytest.mark.long
+def test_two_engines_behind_one_server(tmp_path):
+    """Each has a store of its own; requests go to either."""
+    options = "--max-model-len 1024 --data-parallel-size 2 --client-parameters all"
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "KVMOSAIC_MISS_POLICY": "fill-first"}
+    parts = [{"type": "text", "text": text * 4} for text in (*DOCUMENTS, "Who owns the bakery?")]
+    with serving("smollm2-135m", tmp_path / "log", *options.split(), **environment) as url:
+        body = {"model": "smollm2-135m", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
+        reused = []
+        for turn in range(8):
+            parts[:4] = parts[1:4] + parts[:1]
+            headers = {"x-kvmosaic": "report"}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
+            assert answer.status_code == 200, (turn, answer.text)
+            reused.append(int(re.search(r"reused_tokens\D+(\d+)", answer.headers["x-kvmosaic"])[1]))
+        assert sum(count > 0 for count in reused) >= 4, reused
