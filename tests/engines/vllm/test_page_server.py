@@ -10,7 +10,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.browser import browsing
-from tests.engines.vllm.archive import DOCUMENTS, QUESTION, user
+from tests.engines.vllm.archive import DOCUMENTS, QUESTION, system_prompt, user
 from tests.engines.vllm.server import serving
 
 pytestmark = pytest.mark.engine
@@ -44,9 +44,10 @@ def latest(url):
 
 
 def ask(url, documents, stream=False, **more):
-    """All that a client sees of an answer."""
+    """All that a client sees of an answer. Each prompt begins in another way, so that vLLM's prefix cache has none."""
+    messages = [{"role": "system", "content": system_prompt()}, user([*documents, QUESTION])]
     answer = openai(url).chat.completions.with_raw_response.create(
-        model=MODEL, messages=[user([*documents, QUESTION])], max_tokens=4, stream=stream, **more
+        model=MODEL, messages=messages, max_tokens=4, stream=stream, **more
     )
     return f"{answer.headers}{answer.text if not stream else answer.http_response.read()}"
 
@@ -56,13 +57,8 @@ def test_the_page_shows_what_clients_do_not_see(url, stream, tokenizer):
     documents = list(DOCUMENTS)
     ask(url, documents)
     for order in (documents[::-1], documents[1:] + documents[:1]):
-        seen = ask(
-            url,
-            order,
-            stream,
-            extra_headers={"x-kvmosaic": "report"},
-            extra_body={"kv_transfer_params": {"report": True}},
-        )
+        asks = {"extra_headers": {"x-kvmosaic": "report"}, "extra_body": {"kv_transfer_params": {"report": True}}}
+        seen = ask(url, order, stream, **asks)
         assert "reused_tokens" not in seen
         assert '"kv_transfer_params":{' not in seen
         told = latest(url)
