@@ -44,7 +44,7 @@ def latest(url):
 
 
 def ask(url, documents, stream=False, **more):
-    """All that a client sees of an answer. Each prompt begins in another way, so that vLLM's prefix cache has none."""
+    """All that a client sees of an answer. Each prompt begins in another way, so that no prefix cache has it."""
     messages = [{"role": "system", "content": system_prompt()}, user([*documents, QUESTION])]
     answer = openai(url).chat.completions.with_raw_response.create(
         model=MODEL, messages=messages, max_tokens=4, stream=stream, **more
