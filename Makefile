@@ -28,7 +28,7 @@ test: lint docs
 # What `make test` leaves out as well: tests marked `long`, and all of Hypothesis' examples.
 test-all: export KVMOSAIC_TEST_EXAMPLES := all
 test-all: lint docs
-	$(MAKE) --keep-going test-main test-vllm MARKED='-m "long or not long"'
+	$(MAKE) --keep-going test-main test-vllm MARKED='-m "long or not long"' BROWSER=browser
 
 test-main: $(VENV)/.dev servers
 	$(BIN)/python $(PYTEST) $(MARKED) --ignore=tests/engines/vllm
@@ -55,9 +55,9 @@ soak: $(VENV)-vllm/.ready servers
 	$(VLLM_BIN)/python -m tests.store.soak
 	$(VLLM_BIN)/python -m tests.soak
 
-# What tests of remote tiers start: installs it where that is allowed, and else says so.
+# What tests start beside engines: installs it where that is allowed, and else says so. Only long tests need a browser.
 servers:
-	@.ci/servers
+	@.ci/servers $(BROWSER)
 
 # The second mypy holds our connector and worker against the vLLM that is installed.
 lint: $(VENV)/.dev $(VENV)-vllm/.ready

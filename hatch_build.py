@@ -6,7 +6,8 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-RELATIVE_LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)]*)\)")
+RELATIVE_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)]*)\)")
+"""A link or, behind ``!``, an image."""
 
 
 class PackagePage(MetadataHookInterface):
@@ -19,12 +20,13 @@ class PackagePage(MetadataHookInterface):
 
 
 def package_page(readme: str, source: str | None) -> str:
-    """``readme`` with links that work everywhere: to the repository at ``source``, or none if it has no address."""
+    """``readme`` with links and images that work everywhere: those of the repository at ``source``. If it has no
+    address, links become text, and so do images, of which the description is left."""
 
     def everywhere(link: re.Match[str]) -> str:
-        label, target = link.groups()
+        mark, label, target = link.groups()
         if source:
-            return f"[{label}]({source}/blob/main/{target})"
-        return label if label == target else f"{label} ({target})"
+            return f"{mark}[{label}]({source}/{'raw' if mark else 'blob'}/main/{target})"
+        return label if mark or label == target else f"{label} ({target})"
 
     return RELATIVE_LINK.sub(everywhere, readme)

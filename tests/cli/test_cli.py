@@ -94,7 +94,8 @@ def quick_model(tmp_path, smollm2_folder):
 def test_demo(stored, quick_model, monkeypatch):
     monkeypatch.setenv("KVMOSAIC_DISK_PATH", str(stored))
     before = sorted(stored.rglob("*"))
-    result = kvmosaic("demo", "--model", quick_model, "--max-tokens", 3, "--json")
+    page = quick_model / "page.html"
+    result = kvmosaic("demo", "--model", quick_model, "--max-tokens", 3, "--html", page, "--json")
     assert sorted(stored.rglob("*")) == before  # the user's store is left alone
     requests = result["requests"]
     assert [request["mode"] for request in requests] == ["plain", *["reuse"] * 6]
@@ -107,6 +108,12 @@ def test_demo(stored, quick_model, monkeypatch):
     assert requests[-1]["recomputed_tokens"] == requests[-1]["cached_tokens"]
     assert requests[-1]["text"] == requests[-1]["full_prefill_text"]
     assert result["peak_mb"] < 4096
+    inside = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text()).group(1))
+    assert [drawn["title"] for drawn in inside["requests"]] == [request["title"] for request in requests]
+    for drawn, request in zip(inside["requests"], requests, strict=True):
+        marked = sum(end - start for start, end in drawn["report"]["recomputed"])
+        assert marked == request["recomputed_tokens"]
+    assert sum(inside["stats"]["counts"]["chunk_hits"].values()) == 29
 
 
 @pytest.mark.slow

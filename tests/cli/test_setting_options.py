@@ -28,6 +28,7 @@ GIVEN = {
     "chunk_sources": ("--chunk-sources=all", "all"),
     "client_parameters": ("--client-parameters=policy,report", "policy,report"),
     "admin_shows_text": ("--admin-shows-text", True),
+    "chunk_page": ("--chunk-page", True),
     "window_tails": ("--no-window-tails", False),
     "self_test": ("--no-self-test", False),
     "chunk_cache_gpu_memory_fraction": ("--chunk-cache-gpu-memory-fraction=0.3", 0.3),
@@ -96,6 +97,7 @@ def test_switches_can_turn_off_what_the_environment_turns_on(monkeypatch):
         (("--tenant-quota", "-1"), "tenant_quota"),
         (("--remote", "http://host"), "remote"),
         (("--chunk-admin-key", "0123456789abcdef"), SECRETS[-1]),
+        (("--chunk-page",), SECRETS[-1]),
         (("--tenant",), "--tenant"),
     ],
 )

@@ -68,7 +68,8 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     with ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0] for name in names} == {"kvmosaic", f"kvmosaic-{kvmosaic.__version__}.dist-info"}
-    assert {"kvmosaic/py.typed", "kvmosaic/engines/vllm/telemetry/dashboard.json"} <= set(names)
+    data = {"kvmosaic/engines/vllm/telemetry/dashboard.json", "kvmosaic/engines/mosaic/page.html"}
+    assert {"kvmosaic/py.typed", *data} <= set(names)
 
 
 def test_the_version_comes_from_one_place(wheel, bin_folder, tmp_path):
@@ -80,6 +81,7 @@ def test_the_package_page_has_no_link_that_needs_the_repository(wheel):
     page = metadata(wheel).get_payload()
     assert page.startswith("# kvmosaic\n")
     assert all(target.startswith("https://") for target in links(page))
+    assert "![" not in page
 
 
 def test_links_of_the_package_page_are_absolute_if_the_repository_has_an_address(tmp_path):
@@ -91,6 +93,7 @@ def test_links_of_the_package_page_are_absolute_if_the_repository_has_an_address
     (tmp_path / "pyproject.toml").write_text(project.replace("\n[project.scripts]\n", address))
     targets = links(metadata(build(tmp_path, tmp_path)).get_payload())
     assert "https://example.org/kvmosaic/blob/main/docs/usage.md" in targets
+    assert "https://example.org/kvmosaic/raw/main/docs/figures/first-token.svg" in targets
     assert len(targets) == len(links((ROOT / "README.md").read_text()))
 
 

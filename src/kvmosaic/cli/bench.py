@@ -264,3 +264,18 @@ def overhead(
     print_table(title, rows[0], (row.values() for row in rows), json=json)
     if json:
         print_json(result)
+
+
+@app.command("figure")
+def figure(
+    measured: Annotated[
+        Path, typer.Argument(help="JSON file with measured times, and how they were measured.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option(help="SVG file to write.", show_default=False)],
+) -> None:
+    """Draw measured times to first token as bars. Nothing is measured; docs/figures has an example of the file."""
+    from kvmosaic.bench import figure
+
+    bench_plots.check(output, "--output")
+    output.write_text(figure.draw(figure.read(measured)), encoding="utf-8")
+    print_line(f"figure: {output}", False)

@@ -11,14 +11,14 @@ from kvmosaic.eval.plot import Axis, Point, Series, file_svg
 PlotOption = Annotated[Path | None, typer.Option(help="Write a plot of the result to this .svg file.")]
 
 
-def check(path: Path | None) -> None:
+def check(path: Path | None, option: str = "--plot") -> None:
     """Refuse a file that the plot cannot be written to, before minutes of measuring."""
     if path is None:
         return
     if path.suffix != ".svg":
-        raise ConfigError(f"--plot {path}: plots are SVG; choose a name that ends in .svg")
+        raise ConfigError(f"{option} {path}: plots are SVG; choose a name that ends in .svg")
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no directory {path.parent}")
+        raise ConfigError(f"{option} {path}: there is no directory {path.parent}")
 
 
 def ttft(path: Path | None, result: dict[str, Any]) -> None:

@@ -3,29 +3,30 @@
 import resource
 import sys
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from kvmosaic.cli.demo_data import DOCUMENTS, REQUESTS, Request
+from kvmosaic.cli.demo_page import Compared, session_page
+from kvmosaic.cli.eval import check_file
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table, progress_bar
 
 WARM_UP = Request("warming up", "Be brief.", ("ferry",), "When does it leave?")
 
 
-class _Compared(NamedTuple):
-    request: Request
-    ours: Any
-    full: Any
-
-
 def demo(
     model: ModelOption = "smollm2-135m",
     max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 24,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page to this file that draws each request as a mosaic.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Ask several questions about the same documents, in changing order, under changing system prompts, and compare
     each answer and its time to first token with a full prefill."""
+    check_file("--html", html)
     from kvmosaic.hf import LLM  # here, because importing it takes seconds
 
     with console.status(f"loading {model} (the first time, its weights are fetched)"):
@@ -45,8 +46,8 @@ def demo(
             steps.start(f"{request.title}: kvmosaic")
             ours = _best(llm, request, max_tokens, recompute_ratio=request.ratio)
             steps.done()
-            compared.append(_Compared(request, ours, full))
-        stats = llm.chunk_cache.get_stats()
+            compared.append(Compared(request, ours, full))
+        stats, held = llm.chunk_cache.get_stats(), llm.chunk_cache.store.held()
     _show(model, compared, json)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
     print_line(
@@ -54,6 +55,9 @@ def demo(
         f"peak memory of this process: {peak:.0f} MB",
         json,
     )
+    if html is not None:
+        html.write_text(session_page(model, compared, held), encoding="utf-8")
+        print_line(f"page: {html}", json)
     if json:
         print_json({"model": model, "requests": [_row(item) for item in compared], "stats": stats, "peak_mb": peak})
 
@@ -77,7 +81,7 @@ def _best(llm: Any, request: Request, max_tokens: int, **options: Any) -> Any:
     return replace(first, ttft_ms=min(first.ttft_ms, again.ttft_ms))
 
 
-def _row(item: _Compared) -> dict[str, Any]:
+def _row(item: Compared) -> dict[str, Any]:
     return {
         "title": item.request.title,
         "mode": item.ours.mode,
@@ -93,7 +97,7 @@ def _row(item: _Compared) -> dict[str, Any]:
     }
 
 
-def _show(model: str, compared: list[_Compared], json: bool) -> None:
+def _show(model: str, compared: list[Compared], json: bool) -> None:
     print_table(
         f"{model}: time to first token, kvmosaic against full prefill in the same run",
         ("request", "mode", "tokens", "cached", "computed", "redone", "TTFT ms", "full ms", "speed-up"),

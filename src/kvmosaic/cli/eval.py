@@ -73,7 +73,8 @@ def evaluate(
 ) -> None:
     """Measure how close answers from reused chunks come to a full prefill, for every policy and recompute ratio. An
     interrupted run continues where it stopped when it is started again."""
-    from kvmosaic.eval.data import load  # here, because importing them takes seconds
+    from kvmosaic.eval.advice import sentence  # here, because importing them takes seconds
+    from kvmosaic.eval.data import load
     from kvmosaic.eval.plan import DEFAULT_POLICIES, make_cells, make_plan
     from kvmosaic.eval.report import render
     from kvmosaic.eval.run import evaluate
@@ -114,7 +115,9 @@ def evaluate(
                 summaries.append(summarise(work.scores, plan.cells, len(examples), llm.config.sink_prefix, seed))
     summary = Summary.joined(summaries)
     title = f"{model} on {data}, {len(examples)} examples"
+    advice = sentence(summary)
     _show(title, summary, json)
+    print_line(f"\n{advice}", json)
     results = str(work.path if len(summaries) == 1 else folder)
     print_line(f"\nresults of single examples: {results}", json)
     if html is not None:
@@ -122,7 +125,7 @@ def evaluate(
         print_line(f"report: {html}", json)
     if json:
         about = {"model": model, "data": data, "seed": seed, "max_answer": max_answer, "results": results}
-        print_json({**about, **summary.as_dict()})
+        print_json({**about, "advice": advice, **summary.as_dict()})
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvmosaic.cli.setting_options import takes_settings
+from kvmosaic.core.admin_key import ADMIN_KEY_VARIABLE
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 
@@ -35,6 +36,8 @@ def serve(
     (KVMOSAIC_ and the name in capitals) or a YAML file. All other options are passed to vllm serve."""
     given = {"chunk_admin_key": chunk_admin_key, **settings}
     config = load_config(model, **{name: value for name, value in given.items() if value is not None})
+    if config.chunk_page and ADMIN_KEY_VARIABLE not in os.environ:
+        raise ConfigError(f"chunk_page: the page is shown with an admin key only; set {ADMIN_KEY_VARIABLE}")
     from kvmosaic.blend import policy_named  # importing it takes seconds
 
     try:

@@ -1,5 +1,6 @@
 """The secret that allows clients to manage stored documents over HTTP."""
 
+import base64
 import hashlib
 import hmac
 
@@ -22,6 +23,17 @@ class AdminKey:
         is_bearer = given[: len(_SCHEME)].lower() == _SCHEME
         secret = given[len(_SCHEME) :].strip().encode("latin-1", "backslashreplace")  # as servers decode headers
         return hmac.compare_digest(hashlib.sha256(secret).digest(), self._digest) and is_bearer
+
+    def opens_for_browser(self, authorization: str | None) -> bool:
+        """Whether the value of an ``Authorization`` header has the secret as a password, as browsers send it. The
+        name of the user does not matter. The comparison takes constant time."""
+        scheme, _, encoded = (authorization or "").partition(" ")
+        try:
+            given = base64.b64decode(encoded.strip(), validate=True)
+        except ValueError:
+            given = b""
+        secret = given.partition(b":")[2]
+        return hmac.compare_digest(hashlib.sha256(secret).digest(), self._digest) and scheme.lower() == "basic"
 
     @classmethod
     def from_environment(cls) -> "AdminKey | None":

@@ -80,7 +80,10 @@ class ChunkCacheConfig(BaseSettings):
     """Parameters that requests to the vLLM engine may have: ``all``, ``none``, or some of
     ``chunk_cache``, ``recompute_ratio``, ``policy``, ``boundaries``, ``documents``, ``question``, ``report``."""
     admin_shows_text: bool = False
-    """Whether clients with the admin key of ``/kvmosaic/`` may also see the beginning of stored documents."""
+    """Whether clients with the admin key of ``/kvmosaic/`` may also see the beginning of documents."""
+    chunk_page: bool = False
+    """Whether the vLLM server shows a page about its latest requests at ``/kvmosaic/``, to clients with the admin
+    key."""
     window_tails: bool = True
     """Whether the vLLM engine stores, for layers with a sliding window, only the KV that tokens after a chunk can
     see. It stores everything if recompute_ratio and policy recompute tokens inside chunks, because those see more."""
@@ -117,9 +120,14 @@ class ChunkCacheConfig(BaseSettings):
     @property
     def allowed_parameters(self) -> frozenset[str]:
         """Names of the parameters that requests may have, including those that the server adds itself."""
-        return _names(self.client_parameters, CLIENT_PARAMETERS) | (
-            {"documents", "question"} if self.sources - {"auto"} else set()
-        )
+        named = {"documents", "question"} if self.sources - {"auto"} else set()
+        return _names(self.client_parameters, CLIENT_PARAMETERS) | named | ({"report"} if self.chunk_page else set())
+
+    @property
+    def clients_get_reports(self) -> bool:
+        """Whether clients may have reports. The page has them in any case, and the server then hides them from
+        clients."""
+        return "report" in _names(self.client_parameters, CLIENT_PARAMETERS)
 
     @property
     def sources(self) -> frozenset[str]:

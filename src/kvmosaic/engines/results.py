@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from kvmosaic.core.prompt import Span
+
+MAX_SPANS = 1024
+"""Maximum number of spans in a report's list of recomputed tokens."""
 
 ChunkStatus = Literal["cached", "filled", "prefilled"]
 """Status of a chunk: found in the store, computed alone and stored, or computed as ordinary text of this request."""
@@ -82,7 +88,25 @@ class RequestOutput:
     """Cost of recomputing and choosing, as a share of computing all chunk tokens in all layers."""
     prefilled_tokens: int
     chunks: tuple[ChunkReport, ...]
+    recomputed: tuple[tuple[int, int], ...] = ()
+    """Start and end of the recomputed tokens; see :func:`joined`."""
     absent_documents: tuple[int, ...] = ()
     """Indices of the named documents that occur nowhere in the prompt."""
     fallback_reason: str | None = None
     """Why a prompt with chunks was served by ordinary generation."""
+
+
+def joined(positions: npt.ArrayLike) -> list[list[int]]:
+    """Start and end of the runs in ``positions`` ``[tokens]``, which ascend. If there are more than
+    :data:`MAX_SPANS`, spans also join across the narrowest gaps, so that a report stays short."""
+    places = np.asarray(positions, dtype=np.int64)
+    if not len(places):
+        return []
+    gaps = np.diff(places)
+    breaks = np.flatnonzero(gaps > 1)
+    if len(breaks) >= MAX_SPANS:
+        widest = np.argsort(gaps[breaks], kind="stable")[-(MAX_SPANS - 1) :]
+        breaks = np.sort(breaks[widest])
+    starts = places[np.concatenate(([0], breaks + 1))]
+    ends = places[np.concatenate((breaks, [len(places) - 1]))] + 1
+    return [[int(start), int(end)] for start, end in zip(starts, ends, strict=True)]

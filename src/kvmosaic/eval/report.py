@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
+from kvmosaic.eval.advice import WORDS, sentence
 from kvmosaic.eval.metrics import Interval
 from kvmosaic.eval.plan import ALL, NONE
 from kvmosaic.eval.plot import STYLE as PLOT_STYLE
@@ -14,6 +15,9 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .wide { overflow-x: auto }
+.advice { font-size: 1.1rem; border-left: 4px solid var(--good); padding-left: .8rem }
+summary { cursor: pointer } dd { margin: 0 }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1rem 2rem }
 figure { margin: 0 } figcaption { font-weight: 600 }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; white-space: nowrap }
@@ -60,11 +64,14 @@ def render(title: str, summary: Summary) -> str:
         f"<figure><figcaption>{caption}</figcaption>{svg(_points(shown, x, y), x_axis, y_axis)}</figure>"
         for caption, x_axis, y_axis, x, y in plots
     )
+    words = "".join(f"<dt>{word}</dt><dd>{escape(meaning)}</dd>" for word, meaning in WORDS.items())
     rows = "\n".join(f"<tr>{''.join(_cells(line))}</tr>" for line in summary.lines)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>kvmosaic eval: {escape(title)}</title><style>{PLOT_STYLE}{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
+<p class="advice">{escape(sentence(summary))}</p>
+<details><summary>What the words mean</summary><dl>{words}</dl></details>
 <p>Full prefill: EM {full.em:.3f}, F1 {full.f1:.3f}, {full.prefill_ms:.0f} ms. Without context: EM {none.em:.3f},
 F1 {none.f1:.3f}. KL is measured over the full-prefill answer, token by token. Brackets and bars are 95&nbsp;%
 bootstrap intervals over examples. Times to first token (TTFT) are medians with all chunks cached. Every line begins

@@ -29,7 +29,7 @@ from kvmosaic.engines.hf.request_kv import RequestKV
 from kvmosaic.engines.hf.sampling import SamplingParams, stop_ids
 from kvmosaic.engines.hf.self_test import self_test
 from kvmosaic.engines.identity import learned_sink, model_name, sink_of
-from kvmosaic.engines.results import ChunkReport, Fallback, RequestOutput
+from kvmosaic.engines.results import ChunkReport, Fallback, RequestOutput, joined
 from kvmosaic.engines.self_test import OFF
 
 logger = logging.getLogger(__name__)
@@ -231,6 +231,7 @@ class LLM:
             charged_ratio=assembled.charged_ratio if assembled else 0.0,
             prefilled_tokens=len(prompt.token_ids) - cached - filled,
             chunks=reports,
+            recomputed=tuple((start, end) for start, end in joined(assembled.recomputed)) if assembled else (),
             absent_documents=read.absent,
             fallback_reason=reason,
         )

@@ -37,6 +37,8 @@ class ChunkLoad:
     is_sliced: bool
     """Whether it is computed over several steps. If not, this step computes all of it and continues with the
     question."""
+    is_reported: bool
+    """Whether the scheduler wants to know which tokens are recomputed."""
 
     @property
     def writes_shared(self) -> bool:
@@ -180,6 +182,8 @@ class RankReport:
     weights_digest: str = ""
     """Digest of the weights, equal in all engines that have the same weights."""
     tiers: TiersInUse = "all"
+    recomputed: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Start and end of the recomputed tokens, by request whose load is reported."""
     is_all: bool = False
     """Whether ``changes`` lists all stored entries, so that earlier reports can be forgotten."""
 

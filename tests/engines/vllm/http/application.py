@@ -20,19 +20,27 @@ REPORT = {
     "reused_tokens": 12,
     "chunks": [{"status": status, "tier": None} for status in ("cached", "cached", "filled")],
 }
-OUTPUTS = [SimpleNamespace(kv_transfer_params=None), SimpleNamespace(kv_transfer_params=REPORT)]
+
+
+def output(params, **fields):
+    """An output of an engine, as vLLM's server gets it."""
+    usual = {"request_id": "chat-1", "prompt_token_ids": list(range(100)), "num_cached_tokens": 12}
+    metrics = SimpleNamespace(first_token_latency=0.25)
+    return SimpleNamespace(**{**usual, "metrics": metrics, "kv_transfer_params": params, **fields})
 
 
 class Engine:
-    """What an API server has of an engine: all requests get two outputs, of which the last has a report."""
+    """What an API server has of an engine: all requests get two outputs. If they ask, the last has a report."""
 
     def __init__(self):
+        self.report = REPORT
         self.is_closed = False
 
-    async def generate(self, *args, **kwargs):
+    async def generate(self, params, *args, **kwargs):
+        is_asked = isinstance(params, dict) and params.get("report") is True
         try:
-            for output in OUTPUTS:
-                yield output
+            yield output(None)
+            yield output(self.report if is_asked else None)
         finally:
             self.is_closed = True
 
@@ -48,9 +56,14 @@ def client_of(connector=CONNECTOR, **settings):
             fields = json.loads(body)
         except (ValueError, RecursionError):
             return JSONResponse({"error": "no JSON"}, 400)
-        generator = request.app.state.engine_client.generate("prompt", None, "id")
+        params = fields.get("kv_transfer_params") if isinstance(fields, dict) else None
+        generator = request.app.state.engine_client.generate(params)
         if not isinstance(fields, dict) or not fields.get("stream"):
-            return JSONResponse({"outputs": len([output async for output in generator])})
+            outputs = [output async for output in generator]
+            told = {"outputs": len(outputs)}
+            if outputs[-1].kv_transfer_params is not None:
+                told["kv_transfer_params"] = outputs[-1].kv_transfer_params
+            return JSONResponse(told)
         return StreamingResponse(events(generator, request.url.path), media_type="text/event-stream")
 
     async def events(generator, path):
@@ -72,7 +85,7 @@ def client_of(connector=CONNECTOR, **settings):
         kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=settings
     )
     app.state.vllm_config = SimpleNamespace(
-        kv_transfer_config=transfer, model_config=SimpleNamespace(model="no-such-model")
+        kv_transfer_config=transfer, model_config=SimpleNamespace(model="no-such-model", served_model_name="m")
     )
     app.state.engine_client = Engine()
     app.state.bodies, app.state.lengths = [], []

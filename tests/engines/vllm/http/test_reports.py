@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import httpx
 
 from kvmosaic.engines.vllm.http.report import ReportNote, keep_report
-from tests.engines.vllm.http.application import CHAT, ONE, REPORT, chat, client_of, parameters
+from tests.engines.vllm.http.application import CHAT, ONE, REPORT, chat, client_of, output, parameters
 
 
 def test_a_report_comes_as_a_header():
@@ -17,7 +16,7 @@ def test_a_report_comes_as_a_header():
         (chat(ONE, "When?"), {"X-KVMosaic": "report"}),
     ):
         answer = client.post(CHAT, json=body, headers=headers)
-        assert answer.json() == {"outputs": 2}
+        assert answer.json() == {"outputs": 2, "kv_transfer_params": REPORT}
         assert json.loads(answer.headers["x-kvmosaic"]) == {
             "mode": "fill",
             "reused_tokens": 12,
@@ -80,7 +79,7 @@ def test_who_stops_listening_ends_the_request_at_once():
         note = ReportNote()
         note.is_asked_for = True
         keep_report(note)
-        outputs = engine.generate()
+        outputs = engine.generate({"report": True})
         await outputs.__anext__()
         assert not engine.is_closed
         await outputs.aclose()
@@ -96,7 +95,7 @@ def test_reports_of_requests_at_the_same_time_are_kept_apart():
     async def generate(*args, **kwargs):
         number = next(numbers)
         await asyncio.sleep(0.01)
-        yield SimpleNamespace(kv_transfer_params={"mode": f"number {number}"})
+        yield output({"mode": f"number {number}"})
 
     async def ask_all():
         transport = httpx.ASGITransport(client.app)

@@ -37,6 +37,7 @@ def test_everything_is_reused():
     report = finish(side, side.add(ask_about(FIRST, SECOND)))
     assert report == {
         "mode": "reuse",
+        "recompute_ratio": 0.0,
         "prefix_tokens": 0,
         "reused_tokens": 80,
         "chunks": [
@@ -290,3 +291,30 @@ def test_what_is_told_of_unknown_parameters_is_bounded(caplog):
             assert max(map(len, told)) < 100
     assert len(lines(caplog)) <= MAX_NAMED
     assert max(map(len, lines(caplog))) < 600
+
+
+def test_a_report_says_which_tokens_were_recomputed():
+    side = Side()
+    side.store(FIRST, SECOND)
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0.25))
+    side.begin(request)
+    [load] = side.step().loads
+    assert load.is_reported
+    side.report(recomputed={request.request_id: [[20, 25], [60, 65]], "somebody else": [[1, 2]]})
+    report = side.scheduler.finished(request)
+    assert (report["recompute_ratio"], report["recomputed"]) == (0.25, [[20, 25], [60, 65]])
+
+
+def test_tokens_of_requests_without_a_report_are_not_reported():
+    side = Side(client_parameters="documents,boundaries")
+    side.store(FIRST)
+    side.begin(side.add(ask_about(FIRST)))
+    [load] = side.step().loads
+    assert not load.is_reported
+
+
+def test_the_page_gets_reports_that_clients_may_not_have():
+    """The server hides them from clients."""
+    side = Side(client_parameters="documents,boundaries", chunk_page=True)
+    side.store(FIRST)
+    assert finish(side, side.add(ask_about(FIRST)))["mode"] == "reuse"

@@ -101,6 +101,7 @@ def test_a_load_says_all_the_worker_needs():
         is_findable=True,
         fill=True,
         is_sliced=False,
+        is_reported=True,
     )
 
 

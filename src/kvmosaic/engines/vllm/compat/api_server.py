@@ -1,12 +1,13 @@
 """vLLM's API server, seen from a middleware of it."""
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class ServedEngine:
     """Name of the class of its KV connector, if it has one."""
     settings: Mapping[str, Any]
     """The connector's settings."""
+    num_workers: int
+    """Number of worker processes of all data-parallel engines."""
 
 
 def served_engine(app: Any) -> ServedEngine | None:
@@ -37,7 +40,12 @@ def served_engine(app: Any) -> ServedEngine | None:
         getattr(getattr(state, "args", None), "chat_template", None),
         transfer and transfer.kv_connector,
         (transfer and transfer.kv_connector_extra_config) or {},
+        _num_workers(getattr(config, "parallel_config", None)),
     )
+
+
+def _num_workers(parallel: Any) -> int:
+    return 1 if parallel is None else parallel.world_size * parallel.data_parallel_size
 
 
 async def run_request(client: Any, tokens: list[int], answer: int, params: Mapping[str, Any] | None = None) -> None:
@@ -50,9 +58,25 @@ async def run_request(client: Any, tokens: list[int], answer: int, params: Mappi
         pass
 
 
-def watch_transfer_params(client: Any, watcher: Callable[[], Callable[[Any], None] | None]) -> None:
+@dataclass(frozen=True)
+class Answered:
+    """A request that is answered, with what the connector says about it."""
+
+    request_id: str
+    params: Any
+    """The connector's ``kv_transfer_params``."""
+    prompt: Sequence[int]
+    """Its tokens."""
+    cached_tokens: int | None
+    """Number of tokens that were not computed."""
+    first_token_s: float | None
+    """Seconds from its arrival to its first token; ``None`` where vLLM collects no statistics."""
+
+
+def watch_transfer_params(client: Any, watcher: Callable[[], Callable[[Answered], Any] | None]) -> None:
     """Pass the connector's answer to each request on to a callback, because streams leave it out. ``watcher`` is
-    called when a request begins, in the context of its HTTP request, and returns that callback, if any."""
+    called when a request begins, in the context of its HTTP request, and returns that callback, if any. What the
+    callback returns takes the place of the connector's answer."""
     generate = client.generate
 
     def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -63,9 +87,28 @@ def watch_transfer_params(client: Any, watcher: Callable[[], Callable[[Any], Non
     client.generate = watched
 
 
-async def _shown(outputs: Any, show: Callable[[Any], None]) -> AsyncIterator[Any]:
+async def _shown(outputs: Any, show: Callable[[Answered], Any]) -> AsyncIterator[Any]:
     async with aclosing(outputs):  # a client that stops listening aborts the request at once
         async for output in outputs:
             if output.kv_transfer_params is not None:
-                show(output.kv_transfer_params)
+                output.kv_transfer_params = show(_answered(output))
             yield output
+
+
+def _answered(output: Any) -> Answered:
+    latency = getattr(output.metrics, "first_token_latency", 0.0)  # 0 before there is a token
+    return Answered(
+        output.request_id,
+        output.kv_transfer_params,
+        output.prompt_token_ids or (),
+        output.num_cached_tokens,
+        latency or None,
+    )
+
+
+def metric_samples() -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """All samples of ``/metrics``, of all API servers of this engine: name, labels and value. Reads files if there
+    are several servers."""
+    for metric in get_prometheus_registry().collect():
+        for sample in metric.samples:
+            yield sample.name, sample.labels, sample.value

@@ -1,8 +1,12 @@
-"""The report of an HTTP request, from the engine to the answer."""
+"""The report of an HTTP request, from the engine to the answer and to the page."""
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.vllm.compat.api_server import Answered
+from kvmosaic.engines.vllm.http.recent import RecentRequests
 
 
 class ReportNote:
@@ -10,6 +14,7 @@ class ReportNote:
 
     def __init__(self) -> None:
         self.is_asked_for = False
+        """Whether the client asked for a report."""
         self.report: Mapping[str, Any] | None = None
 
     def take(self, sent: Any) -> None:
@@ -26,7 +31,30 @@ def keep_report(note: ReportNote) -> None:
     _current.set(note)
 
 
-def report_taker() -> Callable[[Any], None] | None:
-    """The function that takes the report of the current HTTP request, if it asks for one."""
-    note = _current.get()
-    return note.take if note is not None and note.is_asked_for else None
+class ReportRoutes:
+    """Where reports go: to the page, and to clients that asked for one and may have it."""
+
+    def __init__(self, config: ChunkCacheConfig, recent: RecentRequests | None) -> None:
+        """``recent``: what the page shows; ``None`` if there is no page."""
+        self._config = config
+        self._recent = recent
+
+    def taker(self) -> Callable[[Answered], Any] | None:
+        """The function that takes the report of the current HTTP request, and returns what its client may see of it;
+        ``None`` if nobody needs it."""
+        note = _current.get()
+        if not self._config.chunk_page and (note is None or not note.is_asked_for):
+            return None
+        return lambda answered: self._pass_on(answered, note)
+
+    def _pass_on(self, answered: Answered, note: ReportNote | None) -> Any:
+        if self._recent is not None:
+            self._recent.add(answered)
+        if not self._config.clients_get_reports:
+            return None
+        if note is None:  # a path that we do not follow; there, only clients themselves ask
+            return answered.params
+        if not note.is_asked_for:
+            return None
+        note.take(answered.params)
+        return answered.params

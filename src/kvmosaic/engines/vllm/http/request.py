@@ -38,9 +38,10 @@ class DocumentNamer:
         try:
             body = RequestBody(sent)
             added = self._documents(body)
-            if self.note.is_asked_for and body.parameter("report") is None:
+            asked = body.parameter("report")
+            if (self.note.is_asked_for and asked is None) or (self.config.chunk_page and asked in (None, False)):
                 added["report"] = True
-            self.note.is_asked_for |= body.parameter("report") is True
+            self.note.is_asked_for |= asked is True
             return body.with_parameters(added) if added else sent
         except (ValueError, RecursionError):  # the server reports the error, or can read the body anyway
             return sent

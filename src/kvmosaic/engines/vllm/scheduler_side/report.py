@@ -53,6 +53,7 @@ def reuse_report(request: ChunkRequest, local: int, mirror: StoreMirror, lacking
         reused += (span.end - max(span.start, local)) * (1 - request.ratio) if tier else 0
     return {
         "mode": "fill" if any(chunk.status == "filled" for chunk in chunks) else "reuse",
+        "recompute_ratio": request.ratio,
         "prefix_tokens": local,
         "reused_tokens": int(reused),
         "chunks": [chunk.as_dict() for chunk in chunks],

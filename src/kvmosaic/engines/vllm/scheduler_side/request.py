@@ -126,6 +126,7 @@ class ChunkRequest:
         *,
         fill: bool,
         is_findable: bool,
+        is_reported: bool,
     ) -> ChunkLoad:
         """The worker's task for it, in ``blocks``, of which vLLM's prefix cache fills the first ``local`` tokens."""
         return ChunkLoad(
@@ -141,6 +142,7 @@ class ChunkRequest:
             is_findable=is_findable,
             fill=fill,
             is_sliced=self.is_long,
+            is_reported=is_reported,
         )
 
     def wait_for(self, ranks: int) -> None:

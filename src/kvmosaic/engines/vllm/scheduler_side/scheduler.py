@@ -166,7 +166,9 @@ class ChunkScheduler:
         fill = self._config.miss_policy == "fill-first" and not (
             request.is_long and self._admission.finds_all(request, local)
         )
-        self._work.loads.append(request.load(local, ids, spare, fill=fill, is_findable=is_findable))
+        is_reported = request.request_id in self._reports
+        load = request.load(local, ids, spare, fill=fill, is_findable=is_findable, is_reported=is_reported)
+        self._work.loads.append(load)
         if request.is_long:
             request.is_in_slices = True
             self._in_slices.add(request.request_id)
@@ -225,6 +227,10 @@ class ChunkScheduler:
                 self.prefixes.fetched(rank.rank, request_id)
                 if request_id in self._requests:
                     self._requests[request_id].arrived(rank.rank)
+            for request_id, spans in rank.recomputed.items():
+                ours = self._requests.get(request_id)
+                if ours is not None and ours.report:
+                    ours.report["recomputed"] = spans
             if rank.is_off:
                 self.prefixes.turn_off()  # the code that failed also moves prefixes
         if self._mirror.off_reason is not None and self._pool is not None:

@@ -10,7 +10,7 @@ import torch
 
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.results import Fallback
+from kvmosaic.engines.results import Fallback, joined
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run, runs_of
 from kvmosaic.engines.vllm.messages import ChunkLoad
@@ -56,6 +56,8 @@ class ChunkLoader:
         self._stats = stats
         self.slices = Slices()
         """Runs that later steps have to compute."""
+        self.recomputed: dict[str, list[list[int]]] = {}
+        """Start and end of the tokens that were recomputed since the last report, by request that is reported."""
 
     def load(self, loads: Sequence[ChunkLoad], slice_tokens: int) -> None:
         """Load positions from ``load.start`` up to the question of each request into its blocks. Also compute the
@@ -92,6 +94,8 @@ class ChunkLoader:
             wanted[blended] = True
             wanted &= ~fresh
             self._count(load, brought, fresh, int(wanted.sum()))
+            if load.is_reported and load.ratio:
+                self.recomputed[load.request_id] = joined(np.flatnonzero(wanted))
         if mine.runs:
             wanted |= fresh
         else:

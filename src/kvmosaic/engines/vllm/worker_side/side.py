@@ -63,8 +63,7 @@ class WorkerSide:
         self.ranks = Ranks(self._model, len(kv))
         self.stats = ChunkStats(rank=self.ranks.rank)
         self.timer = StageTimer(self.stats, kv.device)
-        # If our kernels can read the cache, entries are copied beside the engine's stream, and attention can use
-        # tiles.
+        # If our kernels can read the cache, entries are copied beside the engine's stream, and tiles can be used.
         caches, metadata = readable_caches(kv), MetadataBuilder(vllm_config, kv_cache_config, kv.device)
         tiles = None
         self._arrivals: LayerArrivals | None = None
@@ -126,8 +125,7 @@ class WorkerSide:
         self.prefixes = PrefixLoader(self.cache, self.fetcher, self.paged, self.ranks, self.timer, self.stats)
         self._counted = self.cache.store.event_counts()
         self._tells_all = True
-        """Whether the next report has to list all stored entries, because the scheduler knows none of them, or
-        outdated ones."""
+        """Whether the next report has to list all stored entries: the scheduler knows none, or outdated ones."""
         self._fetched: dict[str, float] = {}
         """Requests whose fetch is over but not reported to the scheduler yet, and how many seconds it took."""
         self.off_reason: str | None = None
@@ -211,10 +209,11 @@ class WorkerSide:
         """This rank's report to the scheduler, if there is news. The first one lists all stored entries."""
         # Fetches come first: a report that says that a fetch is over has to include the entries that it brought.
         self._fetched |= self.fetcher.take_finished()
+        recomputed, self.loader.recomputed = self.loader.recomputed, {}
         try:
             is_all, changes = self._tells_all, self.cache.take_changes()
             has_measured = self.timer.take_news()
-            if not is_all and not changes and not self._fetched and not has_measured:
+            if not (is_all or changes or self._fetched or has_measured or recomputed):
                 return None
             if is_all:
                 changes = dict(self.cache.present())
@@ -240,6 +239,7 @@ class WorkerSide:
                     weights=self.weights.changes,
                     weights_digest=self.weights.digest,
                     tiers=self.names.tiers,
+                    recomputed=recomputed if self.ranks.rank == 0 else {},
                     is_all=is_all,
                 )
             ]

@@ -1,0 +1,139 @@
+"""The page at ``/kvmosaic/``: what the server's latest requests reused, for people with the admin key."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from kvmosaic.core.admin_key import AdminKey
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.mosaic import content_policy, live_page
+from kvmosaic.engines.vllm.compat.api_server import ServedEngine, metric_samples
+from kvmosaic.engines.vllm.http.recent import RecentRequests
+from kvmosaic.engines.vllm.setup import load_tokenizer
+from kvmosaic.engines.vllm.telemetry.series import COUNTS, LEVELS, PREFIX
+
+PATHS = frozenset({"/kvmosaic/", "/kvmosaic/requests", "/kvmosaic/stats"})
+"""Paths of the page and of its data."""
+MAX_SEEN = 64
+"""Maximum number of API servers that a page may say to have seen."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}
+CHALLENGE = {"WWW-Authenticate": 'Basic realm="kvmosaic", charset="UTF-8"'}
+"""What makes a browser ask for the key."""
+
+logger = logging.getLogger(f"vllm.{__name__}")
+"""A child of vLLM's logger, so that it inherits prefix, level and handlers."""
+
+
+class PageApp:
+    """An ASGI application for :data:`PATHS`. It only shows: a browser that knows the key sends it along with any
+    request to this server, also with those that other sites make it send, so the key of a browser changes nothing.
+
+    ========================== =====================================================================
+    ``GET /kvmosaic/``         the page
+    ``GET /kvmosaic/requests`` the latest requests; ``?seen=PROCESS.NUMBER,…`` leaves out known ones
+    ``GET /kvmosaic/stats``    numbers since the engine started
+    ========================== =====================================================================
+    """
+
+    def __init__(self, key: AdminKey, config: ChunkCacheConfig, engine: ServedEngine, recent: RecentRequests) -> None:
+        self._key = key
+        self._config = config
+        self._engine = engine
+        self._recent = recent
+        self._tokenizer: Any = None
+        self._has_looked = False
+        """Whether the tokenizer was loaded, or could not be."""
+        self._lock = threading.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await (await self._answer(Request(scope, receive)))(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        given = request.headers.get("authorization")
+        if not (self._key.opens(given) or self._key.opens_for_browser(given)):
+            told = {"error": "the admin key is missing or wrong; in a browser it is the password, for any user name"}
+            return JSONResponse(told, HTTPStatus.UNAUTHORIZED, HEADERS | CHALLENGE)
+        if request.method != "GET":
+            return JSONResponse({"error": "the page is only read"}, HTTPStatus.METHOD_NOT_ALLOWED, HEADERS)
+        try:
+            return await self._page(request)
+        except Exception:
+            logger.exception("the page cannot be shown")
+            told = {"error": "the page cannot be shown; the server's log says why"}
+            return JSONResponse(told, HTTPStatus.INTERNAL_SERVER_ERROR, HEADERS)
+
+    async def _page(self, request: Request) -> Response:
+        match request.scope["path"].rpartition("/")[2]:
+            case "requests":
+                return JSONResponse(
+                    await asyncio.to_thread(self._requests, request.query_params.get("seen", "")), headers=HEADERS
+                )
+            case "stats":
+                return JSONResponse(await asyncio.to_thread(self._stats), headers=HEADERS)
+        return HTMLResponse(live_page(), headers=HEADERS | {"Content-Security-Policy": content_policy()})
+
+    def _requests(self, seen: str) -> dict[str, Any]:
+        process = self._recent.process
+        known = dict(each.partition(".")[::2] for each in seen[: 32 * MAX_SEEN].split(",")[:MAX_SEEN])
+        number = known.get(process, "")
+        after = int(number) if number.isascii() and number.isdigit() else 0
+        return {"process": process, "requests": self._recent.after(after, self._decoder())}
+
+    def _decoder(self) -> Callable[[list[int]], str] | None:
+        """What turns tokens into text, if text may be shown. Loading the tokenizer takes a second, once. Without one
+        the page has no texts."""
+        if not self._config.admin_shows_text:
+            return None
+        with self._lock:
+            if not self._has_looked:
+                self._has_looked = True
+                try:
+                    self._tokenizer = load_tokenizer(self._engine.model_config)
+                except Exception:
+                    logger.exception("the page shows no texts, as the tokenizer cannot be loaded")
+        return None if self._tokenizer is None else self._tokenizer.decode
+
+    def _stats(self) -> dict[str, Any]:
+        """Counters and levels, added up over the engines of this server."""
+        counts: dict[str, dict[str, float]] = {name: {} for name in COUNTS}
+        labels = {f"{PREFIX}{name}_total": (name, spec.label) for name, spec in COUNTS.items()}
+        levels = {f"{PREFIX}{name}": (name, spec.label) for name, spec in LEVELS.items()}
+        tiers: dict[str, dict[str, float]] = {}
+        totals = {"vllm:prompt_tokens_total": 0.0, "vllm:prompt_tokens_cached_total": 0.0}
+        has_statistics = False
+        for sample, labelled, value in metric_samples():
+            if sample in labels:
+                has_statistics = True
+                count, label = labels[sample]
+                sums = counts[count]
+                sums[labelled.get(label, "")] = sums.get(labelled.get(label, ""), 0) + value
+            elif sample in levels:
+                level, label = levels[sample]
+                tier = tiers.setdefault(labelled[label], {})
+                tier[level.removeprefix("tier_")] = tier.get(level.removeprefix("tier_"), 0) + value
+            elif sample in totals:
+                totals[sample] += value
+        for name, budget in (("host", self._config.host_memory), ("disk", self._config.disk_budget)):
+            if name in tiers:
+                tiers[name]["budget"] = budget * self._engine.num_workers
+        return {
+            "model": str(self._engine.model_config.served_model_name or self._engine.model_config.model),
+            "counts": counts,
+            "tiers": tiers,
+            "prompt_tokens": totals["vllm:prompt_tokens_total"],
+            "cached_tokens": totals["vllm:prompt_tokens_cached_total"],
+            "has_statistics": has_statistics,
+        }
