@@ -56,14 +56,16 @@ class HeadShare:
     replicas: int = 1
 
     @classmethod
-    def of_rank(cls, rank: int, ranks: int, heads: int, layers: int) -> "HeadShare":
-        """The share of a rank. ``heads`` and ``layers`` are those of the model. A latent that all heads share (MLA)
-        counts as one head, on every rank."""
+    def of_rank(cls, rank: int, ranks: int, heads: int, layers: int, first_layer: int = 0) -> "HeadShare":
+        """The share of a tensor-parallel rank. ``heads`` are those of the model, ``layers`` those of the rank's
+        pipeline stage, whose first one is ``first_layer``. A latent that all heads share (MLA) counts as one head, on
+        every rank."""
         if max(heads, ranks) % min(heads, ranks):
             raise ValueError(f"{heads} KV heads cannot be spread evenly over {ranks} ranks")
         count, replicas = max(1, heads // ranks), max(1, ranks // heads)
         first = rank // replicas * count
-        return cls(HeadRange(first, first + count - 1, heads, 0, layers - 1), rank % replicas, replicas)
+        last = first + count - 1, first_layer + layers - 1
+        return cls(HeadRange(first, last[0], heads, first_layer, last[1]), rank % replicas, replicas)
 
     @property
     def together(self) -> str:
