@@ -265,6 +265,22 @@ def test_tensor_parallel(tmp_path, ranks, verdict, found):
     assert rows["tensor parallel"][:2] == (verdict, found)
 
 
+@pytest.mark.usefixtures("no_vllm")
+@pytest.mark.parametrize(
+    ("layers", "stages", "verdict", "found"),
+    [
+        (4, 2, "ok", "2 stages with 2 layers each"),
+        (5, 2, "ok", "2 stages with 2 or 3 layers each"),
+        (2, 3, "fail", "2 layers, 3 stages"),
+    ],
+)
+def test_pipeline_parallel(tmp_path, layers, stages, verdict, found):
+    model = folder(tmp_path, num_hidden_layers=layers)
+    rows = rows_of(model, "--pipeline-parallel-size", stages, status=int(verdict == "fail"))
+    assert rows["pipeline parallel"][:2] == (verdict, found)
+    assert "on each rank" in rows["KV in bfloat16"][1]
+
+
 def test_each_rank_keeps_its_own_heads(tmp_path, no_vllm):
     rows = rows_of(folder(tmp_path), "--tensor-parallel-size", 2)
     assert rows["KV in bfloat16"][1] == "0.2 KiB a token on each rank; tokens that fit: host 11,184,810"

@@ -39,6 +39,7 @@ GIVEN = {
     "remote": ("--remote=valkey://host:6379/0", "valkey://host:6379/0"),
     "remote_deadline_ms": ("--remote-deadline-ms=70", 70),
     "per_head_storage": ("--per-head-storage", True),
+    "remote_layers": ("--remote-layers=8", 8),
     "tenant": ("--tenant=team", "team"),
 }
 """For each setting an option, and the value that it has to have then; none of them a default."""

@@ -106,7 +106,12 @@ class ChunkCacheConfig(BaseSettings):
     """Timeout of a call to the remote tier, in milliseconds, in addition to the time for moving its data. After a
     timeout the tier is not used until it answers again."""
     per_head_storage: bool = False
-    """Whether the remote tier stores each KV head separately, for engines of all tensor-parallel sizes to share."""
+    """Whether the remote tier stores each KV head separately, for engines of all tensor-parallel sizes to share.
+    Engines with pipeline stages always store heads separately."""
+    remote_layers: int | None = Field(None, ge=1)
+    """Number of layers that the remote tier stores together, with ``per_head_storage``. Unset: all layers of a
+    pipeline stage. Engines of different pipeline-parallel sizes share entries if each of their stages begins at a
+    multiple of this number."""
     tenant: str = Field("default", min_length=1)
     """Name of the tenant that owns the stored entries. Entries of different tenants are never shared."""
     _profile: Path | None = PrivateAttr(None)
@@ -157,6 +162,13 @@ class ChunkCacheConfig(BaseSettings):
         if not set(names) <= set(known):
             raise ValueError(f"must be all, none, or some of {', '.join(known)}")
         return ",".join(names)
+
+    @field_validator("remote_layers")
+    @classmethod
+    def _needs_heads(cls, layers: int | None, info: ValidationInfo) -> int | None:
+        if layers is not None and not info.data.get("per_head_storage"):
+            raise ValueError("needs per_head_storage=true")
+        return layers
 
     @field_validator("remote")
     @classmethod

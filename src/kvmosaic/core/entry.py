@@ -1,7 +1,7 @@
 """An entry: one chunk's canonical KV, head-major and immutable."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -47,6 +47,14 @@ class KVFormat:
     def bytes_per_token(self) -> int:
         """Bytes of a token that all layers keep."""
         return self.layers * self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
+
+    def of_layers(self, first: int, last: int) -> "KVFormat":
+        """The format of layers ``first .. last`` alone."""
+        if last - first + 1 == self.layers:
+            return self
+        windowed = tuple(layer - first for layer in self.tails.layers if first <= layer <= last)
+        tails = WindowTails(windowed, self.tails.tokens) if windowed else WHOLE
+        return replace(self, layers=last - first + 1, tails=tails)
 
     def num_elements(self, tokens: int) -> int:
         """Elements per head of an entry of ``tokens`` tokens."""
@@ -100,6 +108,13 @@ class ChunkKV:
         else:
             data = torch.cat([k.reshape(heads, layers, -1), v.reshape(heads, layers, -1)], dim=-1).view(heads, -1)
         return cls(key, tuple(tokens), tuple(context), kv_format, data, kind)
+
+    def of_layers(self, first: int, last: int) -> "ChunkKV":
+        """An entry of layers ``first .. last`` alone, under the same key. Its data is a view."""
+        begins = self.format.tails.begins(self.format.layers, len(self.tokens))
+        width = self.format.k_dim + self.format.v_dim
+        data = self.data[:, begins[first] * width : begins[last + 1] * width]
+        return replace(self, format=self.format.of_layers(first, last), data=data)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of a layer's last ``kept`` tokens, as views."""

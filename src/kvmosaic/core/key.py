@@ -84,7 +84,7 @@ class ChunkKey:
     tenant: str = "default"
     heads: str = ALL_HEADS
     """The model's KV heads in the entry: ``all``, or ``4-7of8`` on a tensor-parallel rank with only those heads, or
-    ``4-7of8L0-31`` (with layers) if a remote store keeps each head separately."""
+    ``4-7of8L0-31`` (with layers) if a remote store keeps each head separately, see ``core/heads.py``."""
 
     @property
     def sealed_by(self) -> str | None:

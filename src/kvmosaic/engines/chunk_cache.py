@@ -63,6 +63,7 @@ class ChunkCache:
     ) -> None:
         """``sink`` are the tokens that chunks are computed after, or stand-ins for a ``learned`` sink. ``share`` is
         the part of the model's KV that this process holds, ``kv_format`` the format of its entries."""
+        share = share.cut(config.remote_layers)
         self.store: ChunkStorageManager = open_store(config, device_pool, share, kv_format)
         store_key = StoreKey.from_environment()
         self._sealed = "" if store_key is None else f"-{store_key.id}"

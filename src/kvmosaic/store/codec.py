@@ -7,7 +7,6 @@ the file. A mapped file could change after it was verified, and truncating it wo
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,9 +93,9 @@ class DecodedEntry(NamedTuple):
     """``[heads, bytes]``."""
     kind: EntryKind | None = None
 
-    def entry(self, key: ChunkKey, kv: Bytes) -> ChunkKV:
-        """The entry of ``key`` with ``kv``, maybe of more heads; raises :class:`CorruptEntryError` if invalid."""
-        kv_format = self.format if len(kv) == self.format.heads else replace(self.format, heads=len(kv))
+    def entry(self, key: ChunkKey, kv: Bytes, kv_format: KVFormat) -> ChunkKV:
+        """The entry of ``key`` with ``kv``, maybe of more heads and layers; raises :class:`CorruptEntryError` if
+        invalid."""
         try:
             data = torch.from_numpy(kv).view(kv_format.dtype)
             return ChunkKV(key, _ints(self.tokens), _ints(self.context), kv_format, data, self.kind)

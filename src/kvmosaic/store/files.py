@@ -128,7 +128,7 @@ def read_entry(folder: int, name: str, key: ChunkKey, check: EntryCheck, *, is_c
         decoded = decode_from(_File(descriptor), str(key), check)
         if is_counted:
             _count_read(descriptor)
-    return decoded.entry(key, decoded.kv)
+    return decoded.entry(key, decoded.kv, decoded.format)
 
 
 def _reads(descriptor: int) -> int | None:

@@ -74,10 +74,12 @@ class EntryCheck:
     format: KVFormat | None = None
     """Format of the engine; ``None`` for a command, which reads entries of all engines and serves none."""
 
-    @property
-    def of_one_head(self) -> "EntryCheck":
-        """The same requirements for a single head of an entry."""
-        return self if self.format is None else replace(self, format=replace(self.format, heads=1))
+    def of_part(self, first_layer: int, last_layer: int) -> "EntryCheck":
+        """The same requirements for a single head of an entry, in layers ``first_layer .. last_layer`` of the
+        entry."""
+        if self.format is None:
+            return self
+        return replace(self, format=replace(self.format.of_layers(first_layer, last_layer), heads=1))
 
 
 ANY_ENTRY = EntryCheck()

@@ -50,15 +50,17 @@ def _take_cores() -> IO[str]:
 class EngineApart:
     """An engine in a process of its own, which does with it what it is told to, one thing after the other."""
 
-    def __init__(self, model: str, ranks: int = 1, with_cache: bool = True, **settings: Any) -> None:
-        """``settings`` are vLLM's and the chunk cache's; those of ``SMALL`` hold besides."""
-        self._cores = _take_cores() if ranks > 1 else None
+    def __init__(self, model: str, ranks: int = 1, with_cache: bool = True, stages: int = 1, **settings: Any) -> None:
+        """``ranks``: tensor-parallel ones, of each of the pipeline ``stages``. ``settings`` are vLLM's and the chunk
+        cache's; those of ``SMALL`` hold besides."""
+        workers = ranks * stages
+        self._cores = _take_cores() if workers > 1 else None
         descriptor, name = tempfile.mkstemp(prefix="kvmosaic-engine-", suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
         self._ours, theirs = multiprocessing.Pipe()
-        environment = dict(os.environ) | (RANKS if ranks > 1 else {})
-        settings |= {"tensor_parallel_size": ranks}
+        environment = dict(os.environ) | (RANKS if workers > 1 else {})
+        settings |= {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
         self.process = _forks.Process(target=_serve, args=(theirs, environment, name, model, with_cache, settings))
         self.process.start()
         theirs.close()

@@ -10,7 +10,7 @@ from kvmosaic.core.config import load_config
 from kvmosaic.engines.vllm.shape import MAX_SEGMENT_TOKENS, SEGMENT_TOKENS, EngineShape, segment_tokens
 
 
-def shape(window=None, block_size=16, drafts=None, prefix_caching=True, **settings):
+def shape(window=None, block_size=16, drafts=None, prefix_caching=True, stages=1, **settings):
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=window
     )
@@ -18,7 +18,10 @@ def shape(window=None, block_size=16, drafts=None, prefix_caching=True, **settin
     config = SimpleNamespace(
         speculative_config=drafts,
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=2, decode_context_parallel_size=1, prefill_context_parallel_size=1
+            tensor_parallel_size=2,
+            pipeline_parallel_size=stages,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
         cache_config=SimpleNamespace(
@@ -34,6 +37,10 @@ def test_what_vllm_says():
     assert (it.block_size, it.hash_block_size, it.ranks, it.step_tokens) == (16, 16, 2, 512)
     assert (it.max_positions, it.num_layers, it.has_drafts) == (4096, 30, False)
     assert (it.segment_tokens, it.window_tail) == (SEGMENT_TOKENS, None)
+
+
+def test_ranks_of_all_pipeline_stages():
+    assert shape(stages=3).ranks == 6
 
 
 def test_what_the_prefix_cache_can_hold():
@@ -53,6 +60,7 @@ def test_segments_are_whole_blocks():
         ({"window": 50}, 64),
         ({"window": 40, "drafts": object()}, 64),  # drafts begin a token earlier
         ({"window": 40, "window_tails": False}, None),
+        ({"window": 40, "stages": 2}, None),  # the name of a stage's entry does not tell its layers with a window
         ({"window": 40, "recompute_ratio": 0.5, "policy": "composite"}, None),  # looks inside chunks
         ({"window": 40, "recompute_ratio": 0.5, "policy": "sink-link"}, 48),
         ({"window": 40, "recompute_ratio": 1.0, "policy": "composite"}, 48),

@@ -96,11 +96,13 @@ def build(tmp_path):
         {},
         engine_arguments(load_config(enable_chunk_cache=True)),
         {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
         {"enable_lora": True},
         {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
     ],
-    ids=["plain", "ours", "tensor-parallel", "lora", "same-dtype", "ngram"],
+    ids=["plain", "ours", "tensor-parallel", "pipeline", "both", "lora", "same-dtype", "ngram"],
 )
 def test_supported(build, arguments):
     assert unsupported(build(LLAMA, **arguments)) == []
@@ -114,7 +116,12 @@ def test_other_models_that_are_supported(build, model):
 @pytest.mark.parametrize(
     ("model", "arguments", "named"),
     [
-        (LLAMA, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        (LATENT, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 was never tried with multi-head latent"),
+        (
+            LLAMA,
+            {"pipeline_parallel_size": 2, "enable_lora": True},
+            "pipeline_parallel_size=2 was never tried with LoRA",
+        ),
         (
             LLAMA,
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
@@ -132,7 +139,8 @@ def test_other_models_that_are_supported(build, model):
         ({**LATENT, "index_topk": 4}, {}, "index"),
     ],
     ids=[
-        "pipeline",
+        "pipeline-mla",
+        "pipeline-lora",
         "decode-context",
         "data-parallel-moe",
         "fp8",

@@ -27,11 +27,14 @@ def doctor(
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel size with which vLLM will be started.")
     ] = 1,
+    pipeline_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Pipeline-parallel size with which vLLM will be started.")
+    ] = 1,
     json: JsonOption = False,
 ) -> None:
     """Check this machine, the settings and a model. Exit status 1 if something will not work."""
     with _quiet_and_offline(), console.status("checking"):
-        rows = list(_checks(model, tensor_parallel_size))
+        rows = list(_checks(model, tensor_parallel_size, pipeline_parallel_size))
     count = Counter(row.verdict for row in rows)
     title = f"{len(rows)} checks: {count['ok']} ok, {count['warn']} warn, {count['fail']} fail"
     shown = ((row.check, row.verdict, escape(row.found)) for row in rows)
@@ -59,7 +62,8 @@ def _quiet_and_offline() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _checks(model: str | None, processes: int) -> Iterator[Row]:
+def _checks(model: str | None, ranks: int, stages: int) -> Iterator[Row]:
+    processes = ranks * stages
     # Imported here because they import torch, which would slow other commands down.
     from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, runtime, vllm
     from kvmosaic.cli.doctor.model import model_rows
@@ -84,4 +88,4 @@ def _checks(model: str | None, processes: int) -> Iterator[Row]:
     if model is not None:
         yield from guard("profile", profile(model, settings))
         yield from guard("learned sink", learned_sink(model, settings))
-        yield from guard("model", model_rows(model, settings, processes))
+        yield from guard("model", model_rows(model, settings, ranks, stages))

@@ -23,13 +23,14 @@ STATE_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid
 """Kinds of layers, by transformers' names, that carry a state from token to token."""
 
 
-def model_rows(name: str, settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
+def model_rows(name: str, settings: ChunkCacheConfig, ranks: int, stages: int) -> Iterator[Row]:
+    """Rows about a model, for vLLM with so many pipeline stages, each of so many tensor-parallel ranks."""
     source = _find(name)
     if isinstance(source, Row):
         yield source
         return
-    vllm_config, vllm_rows = _in_vllm(source, settings, processes)
-    yield from guard("model", _describe(source, vllm_config, settings, processes))
+    vllm_config, vllm_rows = _in_vllm(source, settings, ranks, stages)
+    yield from guard("model", _describe(source, vllm_config, settings, ranks, stages))
     yield _chat_template(source, settings)
     yield from vllm_rows
 
@@ -58,7 +59,7 @@ def _find(name: str) -> str | Row:
     return Row("model", "warn", "not on this machine, not checked", fetch)
 
 
-def _in_vllm(source: str, settings: ChunkCacheConfig, processes: int) -> tuple[Any, list[Row]]:
+def _in_vllm(source: str, settings: ChunkCacheConfig, ranks: int, stages: int) -> tuple[Any, list[Row]]:
     """The configuration that vLLM makes from ``kvmosaic serve``'s arguments, and rows about it. No engine starts."""
     if find_spec("vllm") is None:
         return None, []  # the row about vLLM itself already says so
@@ -70,7 +71,8 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, processes: int) -> tuple[A
         from vllm.engine.arg_utils import EngineArgs
 
         arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
-        engine_args = EngineArgs(model=source, tensor_parallel_size=processes, **arguments)
+        sizes = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+        engine_args = EngineArgs(model=source, **sizes, **arguments)
         chosen = engine_args.dtype = served_dtype(engine_args)
         config = engine_args.create_engine_config()
     except Exception as error:
@@ -80,7 +82,7 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, processes: int) -> tuple[A
     return config, problems or [Row("model in vLLM", "ok", f"runs in {_name(config.model_config.dtype)}{why}")]
 
 
-def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, processes: int) -> Iterator[Row]:
+def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, ranks: int, stages: int) -> Iterator[Row]:
     """Rows about the model's own configuration."""
     from transformers import AutoConfig
 
@@ -106,23 +108,25 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, process
         kv_heads, k_dim, v_dim = 1, latent, text.qk_rope_head_dim
     shape = f"one latent of {k_dim} + {v_dim} (MLA)" if latent else f"{kv_heads} KV heads of {k_dim}"
     yield Row("model", "ok", f"{architecture}, {text.num_hidden_layers} layers, {shape}")
-    if processes > 1 and not latent:  # of a latent, every rank has all
-        yield _tensor_parallel(kv_heads, processes)
+    if ranks > 1 and not latent:  # of a latent, every rank has all
+        yield _tensor_parallel(kv_heads, ranks)
+    if stages > 1:
+        yield _pipeline_parallel(text.num_hidden_layers, stages)
     yield _positions(config, text)
     yield from _layer_kinds(text)
 
     from kvmosaic.core.entry import KVFormat
 
-    own_heads = -(-kv_heads // processes)
+    own_heads, own_layers = -(-kv_heads // ranks), -(-text.num_hidden_layers // stages)
     # Some models share KV between layers, or have heads of two sizes. Configurations say so in many ways, so the
     # size is only approximate.
     odd = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads")
     about = "about " if any(getattr(text, name, None) for name in odd) else ""
     places = [("device pool", device_pool(settings)), ("host", int(settings.host_memory))]
     for dtype in _dtypes(config, text, vllm_config):
-        size = KVFormat(text.num_hidden_layers, own_heads, k_dim, v_dim, dtype).bytes_per_token
+        size = KVFormat(own_layers, own_heads, k_dim, v_dim, dtype).bytes_per_token
         room = ", ".join(f"{place} {budget // size:,}" for place, budget in places if budget)
-        share = " on each rank" if own_heads < kv_heads else ""
+        share = " on each rank" if (own_heads, own_layers) != (kv_heads, text.num_hidden_layers) else ""
         yield Row(
             f"KV in {_name(dtype)}", "ok", f"{about}{size / 1024:.1f} KiB a token{share}; tokens that fit: {room}"
         )
@@ -180,6 +184,18 @@ def _tensor_parallel(kv_heads: int, size: int) -> Row:
     fitting = ", ".join(str(count) for count in range(2, kv_heads + 1) if kv_heads % count == 0)
     advice = f"{kv_heads} KV heads do not split over {size} ranks; use {fitting}, or a multiple of {kv_heads}"
     return Row("tensor parallel", "fail", f"{kv_heads} KV heads, {size} ranks", advice)
+
+
+def _pipeline_parallel(layers: int, stages: int) -> Row:
+    if stages > layers:
+        advice = f"{layers} layers do not split over {stages} stages; use {layers} at most"
+        return Row("pipeline parallel", "fail", f"{layers} layers, {stages} stages", advice)
+    fewest, more = divmod(layers, stages)
+    return Row(
+        "pipeline parallel",
+        "ok",
+        f"{stages} stages with {f'{fewest} or {fewest + 1}' if more else fewest} layers each",
+    )
 
 
 def _positions(config: Any, text: Any) -> Row:

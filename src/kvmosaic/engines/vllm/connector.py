@@ -102,14 +102,18 @@ class ChunkConnector(KVConnectorBase_V1):
         self._worker = WorkerSide(self._setup, self._vllm_config, self._caches, runner, device_pool)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        work = self._get_connector_metadata()
+        if self.worker.ranks.stages == 1:  # otherwise the worker has already called it
+            self.start_step(self._get_connector_metadata())
+        if not asks_for_layers(forward_context):
+            self.worker.wait_for_all()
+
+    def start_step(self, work: KVConnectorMetadata) -> None:
+        """Do the work of a step that comes before its forward."""
         assert isinstance(work, StepWork)
         if work.engine_id != self._setup.engine_id:
             raise ConfigError("two vLLM engines with a chunk cache in one process; give each a process of its own")
         with quiet_hooks(self):
             self.worker.step(work)
-        if not asks_for_layers(forward_context):
-            self.worker.wait_for_all()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for a layer's KV that is still arriving from host memory. All other KV is in place before the forward

@@ -163,9 +163,10 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Changes on one tensor-parallel rank."""
+    """Changes on one rank."""
 
     rank: int
+    """Number among all ranks of tensor and pipeline parallelism."""
     fastest: str
     """Name of its fastest tier."""
     changes: dict[bytes, str | None]

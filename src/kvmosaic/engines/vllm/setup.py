@@ -48,6 +48,16 @@ class EngineSetup:
         except ConfigError as error:
             raise config.blame(error) from None
         learned = learned_sink(config)
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            if learned is not None:
+                raise config.blame(
+                    ConfigError(
+                        "a learned sink does not work with pipeline_parallel_size > 1; choose another sink_prefix"
+                    ),
+                    "sink_prefix",
+                )
+            # Keys of pipeline stages name their layers. Such keys stand for heads that are stored separately.
+            config = config.model_copy(update={"per_head_storage": True})
         shape = EngineShape.of(vllm_config, kv_cache_config, config, places_sink=learned is not None)
         tokenizer = load_tokenizer(model)
         return cls(

@@ -24,7 +24,7 @@ class EngineShape:
     hash_block_size: int
     """Tokens per hash in a request's block hashes."""
     ranks: int
-    """Tensor-parallel ranks."""
+    """Number of ranks, over tensor and pipeline parallelism."""
     step_tokens: int
     """Maximum number of tokens that vLLM computes in a step."""
     max_positions: int
@@ -38,6 +38,8 @@ class EngineShape:
     """Number of exact-prefix tokens per entry; a multiple of ``block_size``."""
     window_tail: int | None
     """Number of tokens of an entry that layers with a sliding window keep; ``None``: all."""
+    stages: int = 1
+    """Number of pipeline stages. As many steps are computed at a time."""
     places_sink: bool = False
     """Whether chunks are filled after a learned sink, which is placed and not computed."""
 
@@ -49,12 +51,15 @@ class EngineShape:
         has_drafts = vllm_config.speculative_config is not None
         # A draft model begins a token before the boundary, and so a block before it.
         reach = None if window is None else reachable_tail(window, size, int(has_drafts))
-        cuts = config.window_tails and not looks_inside(config.policy, config.recompute_ratio)
+        # The name of an entry says nothing of the layers with a window in its stage.
+        parallel = vllm_config.parallel_config
+        is_one_stage = parallel.pipeline_parallel_size == 1
+        cuts = config.window_tails and is_one_stage and not looks_inside(config.policy, config.recompute_ratio)
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
         return cls(
             block_size=size,
             hash_block_size=hash_block_size(vllm_config, kv_cache_config),
-            ranks=vllm_config.parallel_config.tensor_parallel_size,
+            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             max_positions=vllm_config.model_config.max_model_len,
             prefix_cache_tokens=kv_cache_config.num_blocks * size if caches_prefixes else 0,
@@ -62,6 +67,7 @@ class EngineShape:
             has_drafts=has_drafts,
             segment_tokens=-(-segment_tokens(reach) // size) * size,
             window_tail=reach if cuts else None,
+            stages=parallel.pipeline_parallel_size,
             places_sink=places_sink,
         )
 

@@ -32,6 +32,7 @@ def unsupported(vllm_config: Any) -> list[str]:
     return [
         *_model_problems(model),
         *_parallel_problems(vllm_config.parallel_config),
+        *_pipeline_problems(vllm_config),
         *_cache_problems(vllm_config),
         *_policy_problems(vllm_config),
     ]
@@ -79,7 +80,6 @@ def _model_problems(model: Any) -> list[str]:
 
 def _parallel_problems(parallel: Any) -> list[str]:
     reasons = {
-        "pipeline_parallel_size": "chunks are computed by one forward through the whole model",
         "decode_context_parallel_size": "a rank holds only some of a chunk's tokens",
         "prefill_context_parallel_size": "a rank computes only some of a chunk's tokens",
     }
@@ -96,6 +96,27 @@ def _parallel_problems(parallel: Any) -> list[str]:
             "in each forward, and chunks are computed by one rank alone; start separate servers instead"
         )
     return problems
+
+
+def _pipeline_problems(vllm_config: Any) -> list[str]:
+    """What was never tried with pipeline stages."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if parallel.pipeline_parallel_size == 1:
+        return []
+    untried = {
+        "multi-head latent attention": vllm_config.model_config.use_mla,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "images and other inputs than text": vllm_config.model_config.is_multimodal_model,
+        "external_launcher": parallel.distributed_executor_backend == "external_launcher",
+        "prefix_match_unit": getattr(cache, "prefix_match_unit", None) is not None,
+    }
+    return [
+        f"pipeline_parallel_size={parallel.pipeline_parallel_size} was never tried with {what}; set it to 1 and use "
+        "tensor_parallel_size"
+        for what, is_on in untried.items()
+        if is_on
+    ]
 
 
 def _cache_problems(vllm_config: Any) -> list[str]:

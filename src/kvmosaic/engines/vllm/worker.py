@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import CONNECTOR
+from kvmosaic.engines.vllm.compat.running import make_stage_inputs
 from kvmosaic.engines.vllm.compat.weights import CHANGING
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         ensure_kv_transfer_shutdown()
         super().load_model(*args, **kwargs)
         _runner, _device_pool = self.model_runner, None
+        make_stage_inputs(self.model_runner)
         assert self.device is not None
         config = load_config(**transfer.kv_connector_extra_config)
         if self.device.type == "cuda" and config.chunk_cache_gpu_memory_fraction > 0:
@@ -57,6 +59,14 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
             # Allocated before vLLM measures the memory left for its own cache, so that vLLM accounts for the pool.
             size = int(total * config.chunk_cache_gpu_memory_fraction)
             _device_pool = torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step. With pipeline stages, the connector's work comes before all else: vLLM's worker waits for
+        hidden states before it asks the connector, and would take ours for those of the step."""
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            connector: Any = get_kv_transfer_group()
+            connector.start_step(scheduler_output.kv_connector_metadata)
+        return super().execute_model(scheduler_output)
 
     def chunk_cache_warm_states(self, chunks: list[list[int]]) -> list[str]:
         """For each document: ``kept``, ``missing``, ``too-long`` or ``too-short``."""

@@ -1,4 +1,4 @@
-"""Splits entries into heads and joins them again."""
+"""Splits entries into heads, and into layers of heads, and joins them again."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,9 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.heads import HeadRange, HeadShare
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.store.base import CorruptEntryError
 from kvmosaic.store.codec import DecodedEntry, Encoding, encode
 from kvmosaic.store.memory import POOL, Bytes
@@ -27,8 +28,12 @@ def values_of(entry: ChunkKV, seal: Seal) -> list[Callable[[], list[memoryview]]
         raise RefusedError(
             f"an entry of {entry.format.heads} heads and {entry.format.layers} layers does not match its key, {heads}"
         )
-    encoding = Encoding(entry, seal)
-    return [partial(encoding.value, key, head, head + 1) for head, key in enumerate(part_keys(entry.key))]
+    first = heads.first_layer
+    encodings = [Encoding(entry.of_layers(*(layer - first for layer in span)), seal) for span in heads.layer_spans]
+    return [
+        partial(encodings[index % len(encodings)].value, key, head := index // len(encodings), head + 1)
+        for index, key in enumerate(part_keys(entry.key))
+    ]
 
 
 def join(key: ChunkKey, parts: Sequence[DecodedEntry], block: Bytes | None) -> ChunkKV:
@@ -36,18 +41,43 @@ def join(key: ChunkKey, parts: Sequence[DecodedEntry], block: Bytes | None) -> C
     Raises :class:`CorruptEntryError` if the values, each valid by itself, are not of one entry."""
     heads, first = HeadRange.parse(key.heads), parts[0]
     if heads is None:
-        return first.entry(key, first.kv)
-    if first.format.layers != heads.layers or first.format.heads != 1:
-        raise CorruptEntryError(
-            f"{first.format.heads} heads and {first.format.layers} layers instead of one head of {heads}"
-        )
-    owner = first.tokens.tobytes(), first.context.tobytes(), first.format
-    if any((part.tokens.tobytes(), part.context.tobytes(), part.format) != owner for part in parts):
-        raise CorruptEntryError("its heads are of different entries")
-    if block is None or any(part.kv.ctypes.data != row.ctypes.data for part, row in zip(parts, block, strict=True)):
-        block = POOL.take(sum(part.kv.nbytes for part in parts)).reshape(len(parts), -1)
-        np.concatenate([part.kv for part in parts], out=block)
-    return first.entry(key, block)
+        return first.entry(key, first.kv, first.format)
+    spans = heads.layer_spans
+    whole = _whole_format([part.format for part in parts[: len(spans)]], heads)
+    owner = first.tokens.tobytes(), first.context.tobytes()
+    if any((part.tokens.tobytes(), part.context.tobytes()) != owner for part in parts):
+        raise CorruptEntryError("its values are of different entries")
+    for index, part in enumerate(parts):
+        layers = (layer - heads.first_layer for layer in spans[index % len(spans)])
+        if part.format != replace(whole.of_layers(*layers), heads=1):
+            raise CorruptEntryError(f"{part.format} is no part of {heads}")
+    if block is None or not _are_neighbours(parts, block):
+        block = POOL.take(sum(part.kv.nbytes for part in parts))
+        np.concatenate([part.kv.reshape(-1) for part in parts], out=block)
+    return first.entry(key, block.reshape(heads.count, -1), whole)
+
+
+def _whole_format(formats: Sequence[KVFormat], heads: HeadRange) -> KVFormat:
+    """The format of ``heads`` in all layers, from those of one head in some layers each."""
+    windowed: list[int] = []
+    layers = tokens = 0
+    for each in formats:
+        windowed += (layers + layer for layer in each.tails.layers)
+        layers, tokens = layers + each.layers, max(tokens, each.tails.tokens)
+    if layers != heads.layers:
+        raise CorruptEntryError(f"{layers} layers instead of {heads}")
+    tails = formats[0].tails if len(formats) == 1 else WindowTails(tuple(windowed), tokens) if windowed else WHOLE
+    return replace(formats[0], heads=heads.count, layers=layers, tails=tails)
+
+
+def _are_neighbours(parts: Sequence[DecodedEntry], block: Bytes) -> bool:
+    """Whether the KV of ``parts`` fills ``block``, in this order."""
+    at = block.ctypes.data
+    for part in parts:
+        if part.kv.ctypes.data != at:
+            return False
+        at += part.kv.nbytes
+    return bool(at == block.ctypes.data + block.nbytes)
 
 
 class HeadGroups:
@@ -63,20 +93,21 @@ class HeadGroups:
     def entries(self, share: HeadShare | None) -> Iterator[tuple[ChunkKey, int]]:
         """Keys and bytes of entries. For each chunk: the entry with the heads of ``share``, if it is complete, and
         all other heads as runs. So every head is in exactly one of them, and can be read and deleted by its key."""
-        for group, sizes in self._sizes.items():
-            runs = _runs(sizes)
-            if share is not None and _is_of(group, share.heads):
-                own = range(share.heads.first, share.heads.last + 1)
-                if all(head in sizes for head in own):
-                    runs = [own, *_runs(sizes.keys() - set(own))]
-            for run in runs:
+        left = {group: dict(sizes) for group, sizes in self._sizes.items()}
+        if share is not None:
+            own = range(share.heads.first, share.heads.last + 1)
+            spans = share.heads.layer_spans
+            for group in self._sizes:
+                if (group.heads, group.first_layer, group.last_layer) != (share.heads.total, *spans[0]):
+                    continue
+                parts = [left.get(group._replace(first_layer=span[0], last_layer=span[1]), {}) for span in spans]
+                if all(head in sizes for sizes in parts for head in own):
+                    nbytes = sum(sizes.pop(head) for sizes in parts for head in own)
+                    yield replace(group.entry_key, heads=str(share.heads)), nbytes
+        for group, sizes in left.items():
+            for run in _runs(sizes):
                 heads = HeadRange(run[0], run[-1], group.heads, group.first_layer, group.last_layer)
                 yield replace(group.entry_key, heads=str(heads)), sum(sizes[head] for head in run)
-
-
-def _is_of(group: HeadPoolKey, heads: HeadRange) -> bool:
-    here = group.heads, group.first_layer, group.last_layer
-    return here == (heads.total, heads.first_layer, heads.last_layer)
 
 
 def _runs(heads: Iterable[int]) -> list[range]:

@@ -1,6 +1,7 @@
 """Values of entries while they are received from a remote store."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -29,34 +30,43 @@ class IncomingEntry:
         self.parts: dict[int, DecodedEntry | CorruptEntryError] = {}
         """Result of verifying each value, by its index."""
         self.block: Bytes | None = None
-        """Memory for KV, ``[values, bytes]``; set when the first length is known."""
+        """Memory for the KV of all values, ``[bytes]``; set when the first length is known."""
         self.key = key
         self._keys = part_keys(key)
-        self._check = check if HeadRange.parse(key.heads) is None else check.of_one_head
-        self._longest: int | None = None
-        """Maximum bytes of a value, if the format is certain; longer ones are not received."""
+        heads = HeadRange.parse(key.heads)
+        self._checks = [check]
+        if heads is not None:
+            spans = [(first - heads.first_layer, last - heads.first_layer) for first, last in heads.layer_spans]
+            self._checks = [check.of_part(*span) for span in spans] * heads.count
         self.num_values = len(self._keys)
         self._values: dict[int, list[Bytes]] = {}
         self._refused_bytes = 0
-        self._kv_bytes = 0
-        kv_format = self._check.format or seen
-        if kv_format is not None:
-            self._kv_bytes = kv_format.heads * kv_format.num_elements(key.num_tokens) * kv_format.dtype.itemsize
-        if self._check.format is not None:
-            besides = max_header_bytes(self._keys[0], self._check.format) + 4 * key.num_tokens + MOST_CONTEXT_BYTES
-            self._longest = self._kv_bytes + besides
+        formats = [each.format or seen for each in self._checks]
+        self._kv_bytes = [0 if each is None else _kv_bytes(each, key.num_tokens) for each in formats]
+        self._begins = [0, *accumulate(self._kv_bytes)]
+        """Place of each value's KV in ``block``, in bytes."""
+
+    def _is_possible(self, index: int, nbytes: int) -> bool:
+        """Whether a value may have this length. If the format is certain, values of other lengths are not
+        received."""
+        kv_format, expected = self._checks[index].format, self._kv_bytes[index]
+        if kv_format is None:
+            return True
+        besides = max_header_bytes(self._keys[index], kv_format) + 4 * self.key.num_tokens + MOST_CONTEXT_BYTES
+        return expected <= nbytes <= expected + besides
 
     def buffers_for(self, index: int, nbytes: int) -> list[Bytes] | None:
-        if self._longest is not None and not self._kv_bytes <= nbytes <= self._longest:
+        if not self._is_possible(index, nbytes):
             self._values.pop(index, None)
             self._refused_bytes = max(self._refused_bytes, nbytes)
             self.parts[index] = CorruptEntryError(f"{nbytes} bytes, which no entry of the engine's format has")
             return None
-        small = nbytes - self._kv_bytes
+        small = nbytes - self._kv_bytes[index]
         if 0 < small < nbytes:
             if self.block is None:
-                self.block = POOL.take(len(self._keys) * self._kv_bytes).reshape(len(self._keys), -1)
-            self._values[index] = [np.empty(small, np.uint8), self.block[index]]
+                self.block = POOL.take(self._begins[-1])
+            place = slice(*self._begins[index : index + 2])
+            self._values[index] = [np.empty(small, np.uint8), self.block[place]]
         else:
             self._values[index] = [np.empty(nbytes, np.uint8)]
         return self._values[index]
@@ -65,7 +75,7 @@ class IncomingEntry:
         if index not in self._values:  # it was not wanted
             return
         try:
-            self.parts[index] = decode(self._values[index], self._keys[index], self._check)
+            self.parts[index] = decode(self._values[index], self._keys[index], self._checks[index])
         except CorruptEntryError as error:
             self.parts[index] = error
 
@@ -78,7 +88,11 @@ class IncomingEntry:
     @property
     def expected_bytes(self) -> int:
         """Approximate bytes of all values, according to the format; 0 if that is unknown."""
-        return self.num_values * self._kv_bytes
+        return self._begins[-1]
+
+
+def _kv_bytes(kv_format: KVFormat, tokens: int) -> int:
+    return kv_format.heads * kv_format.num_elements(tokens) * kv_format.dtype.itemsize
 
 
 class IncomingEntries:

@@ -13,8 +13,8 @@ ALL_LAYERS = "all"
 
 
 class HeadPoolKey(NamedTuple):
-    """One KV head of one chunk. Heads are numbered in the whole model, so the key is the same for every engine that
-    has this head, whatever its tensor-parallel size."""
+    """One KV head of one chunk, in some layers. Heads and layers are numbered in the whole model, so the key is the
+    same for every engine that has them, whatever its parallel sizes."""
 
     tenant: str
     model: str
@@ -51,7 +51,8 @@ class HeadPoolKey(NamedTuple):
 
 
 def names_of(key: ChunkKey) -> list[str]:
-    """Remote keys of an entry's values: one per head if its key names heads and layers, otherwise a single one."""
+    """Remote keys of an entry's values: one per head, or per head and some layers, if its key names heads and layers,
+    otherwise a single one."""
     ends = _ends_of(key.heads)
     if ends is None:
         return [remote_key(key)]
@@ -65,7 +66,7 @@ def part_keys(key: ChunkKey) -> list[str]:
     if heads is None:
         return [str(key)]
     tenant, model, fingerprint, _, digest, tokens = str(key).split("@")
-    return [f"{tenant}@{model}@{fingerprint}@{head}@{digest}@{tokens}" for head in heads.each()]
+    return [f"{tenant}@{model}@{fingerprint}@{head}@{digest}@{tokens}" for head in heads.parts()]
 
 
 def remote_key(key: ChunkKey) -> str:
@@ -119,5 +120,4 @@ def _ends_of(heads: str) -> list[str] | None:
     parsed = HeadRange.parse(heads)
     if parsed is None:
         return None
-    layers = f"{parsed.first_layer}-{parsed.last_layer}"
-    return [f"@L:{layers}@head:{head}of{parsed.total}" for head in range(parsed.first, parsed.last + 1)]
+    return [f"@L:{part.first_layer}-{part.last_layer}@head:{part.first}of{part.total}" for part in parsed.parts()]

@@ -192,7 +192,7 @@ class Side:
             scheduler._requests,
             scheduler._reports,
             scheduler._reports._notes,
-            scheduler._running,
+            *scheduler._latest_steps,
             scheduler._in_slices,
             scheduler.prefixes._requests,
         )

@@ -332,6 +332,17 @@ def test_blocks_are_given_back_when_vllm_may_need_them(why):
     assert pool.count == 1000
 
 
+def test_an_empty_step_between_those_of_other_stages_gives_nothing_back():
+    backlog, pool = backlog_of((300, SINK)), make_pool()
+    _, first = backlog.take(DECODING, pool, 64)
+    held = 1000 - pool.count
+    assert backlog.take(step_of(), pool, 64, others_run=True) == ([], None)
+    assert 1000 - pool.count == held > 0
+    _, second = backlog.take(DECODING, pool, 64)
+    assert second.start == first.start + len(first.tokens)
+    assert second.blocks == first.blocks
+
+
 def test_slices_leave_room_for_what_vllm_computes_in_a_step():
     need = -(-340 // BLOCK)
     backlog = backlog_of((300, SINK))

@@ -1,14 +1,33 @@
-"""Surroundings of a forward inside vLLM's worker: context, adapters, connector hooks, tensor-parallel group."""
+"""Surroundings of a forward inside vLLM's worker: context, adapters, connector hooks, parallel groups, stages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.lora.layers import LoRAMapping
+from vllm.sequence import IntermediateTensors
 
-__all__ = ["get_tp_group", "no_adapters", "quiet_hooks", "set_forward_context"]
+__all__ = [
+    "IntermediateTensors",
+    "get_pp_group",
+    "get_tp_group",
+    "make_stage_inputs",
+    "no_adapters",
+    "quiet_hooks",
+    "set_forward_context",
+]
+
+
+def make_stage_inputs(runner: Any) -> None:
+    """Make the buffers in which a later pipeline stage receives hidden states. vLLM makes them in a warm-up, which it
+    leaves out on CPUs without compiled code."""
+    if get_pp_group().is_first_rank or getattr(runner, "intermediate_tensors", 0) is not None:
+        return
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_layers, draft_layers, has_shared_caches
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
@@ -28,6 +29,11 @@ class KVLayers:
         """Index of each layer, by vLLM's name of it."""
         self.has_shared_caches = has_shared_caches(vllm_config)
         """Whether the model has further attention layers, which read the caches of these."""
+        if self.has_shared_caches and vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise UnsupportedModelError(
+                "the chunk cache cannot be used here: layers that share a KV cache were never tried with "
+                "pipeline_parallel_size > 1; set it to 1 and use tensor_parallel_size"
+            )
         self._group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
 
     def __len__(self) -> int:

@@ -21,10 +21,11 @@ from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
 from kvmosaic.engines.vllm.forward.ranks import RankLostError, Ranks
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
+from kvmosaic.engines.vllm.forward.stages import Stages
 from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Called with a layer's index, its queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
+"""Called with a layer's number, its queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
 
 
 class _SeenEnough(Exception):
@@ -49,17 +50,18 @@ class SparseForward:
         read the cache."""
         self.kv = kv
         self._ranks = ranks
+        self._stages = Stages()
         self._config = vllm_config
         self._runner = runner
         self._metadata = metadata
         self._arrivals = arrivals
         self._tiles = tiles
         # On a CPU, vLLM's compiled code is traced only for its own steps. The compiled code of some models takes
-        # embeddings.
+        # embeddings. Between pipeline stages, it takes hidden states from buffers of the step in progress.
         takes_embeddings = (
             getattr(runner, "supports_mm_inputs", False) or vllm_config.model_config.enable_prompt_embeds
         )
-        self._runs_compiled = runner.device.type != "cpu" and not takes_embeddings
+        self._runs_compiled = runner.device.type != "cpu" and not takes_embeddings and ranks.stages == 1
 
     @property
     def step_tokens(self) -> int:
@@ -73,9 +75,9 @@ class SparseForward:
             self._forward(self.kv.short_first(work), graphs=True)
 
     def outputs(self, runs: Sequence[Run], shift: int = 0) -> torch.Tensor:
-        """Compute all runs and return the last hidden states ``[tokens, hidden]``. CUDA graphs are not used, because
-        the next pass would overwrite their results. With ``shift``, the model gets positions that are higher by that
-        number."""
+        """Compute all runs and return the hidden states behind this rank's last layer, ``[tokens, hidden]``. CUDA
+        graphs are not used, because the next pass would overwrite their results. With ``shift``, the model gets
+        positions that are higher by that number."""
         return torch.cat([self._forward(work, shift) for work in self._passes(runs)])
 
     def capture(self, runs: Sequence[Run], shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,19 +95,23 @@ class SparseForward:
         return k, v
 
     def probe(self, runs: Sequence[Run], layers: Sequence[int], observe: Observer) -> None:
-        """Compute runs only up to the K and V of the last of ``layers``, which are also written. ``observe`` is
-        called for each of ``layers`` in every pass."""
-        last = layers[-1]
+        """Compute runs only up to the K and V of the last of ``layers``, which are also written. ``layers`` are
+        numbered in the whole model. ``observe`` is called in every pass for those of them that this rank has."""
+        own, last = self._ranks.layers, layers[-1]
+        mine = {layer - own.start: layer for layer in layers if layer in own}
         for work in self._passes(runs):
+            if last < own.start:
+                self._ranks.go_on()  # earlier stages compute all of it
+                continue
 
             def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Pass = work) -> None:
-                observe(index, q, k, v)
-                if index == last:
-                    self.kv.write(self.kv.layers[last], k, v, work.slots)
+                observe(mine[index], q, k, v)
+                if mine[index] == last:
+                    self.kv.write(self.kv.layers[index], k, v, work.slots)
                     raise _SeenEnough
 
             with suppress(_SeenEnough):
-                self._forward(work, 0, note, layers, graphs=True)
+                self._forward(work, 0, note, mine, graphs=True, hands_on=last >= own.stop)
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[Pass]:
         """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs."""
@@ -135,10 +141,12 @@ class SparseForward:
         observe: Observer | None = None,
         observed: Collection[int] = (),
         graphs: bool = False,
+        hands_on: bool = True,
     ) -> torch.Tensor:
-        """Run one pass and return the last hidden states ``[tokens, hidden]``. ``observe`` is called for the layers
-        ``observed``. With ``graphs``, the pass uses vLLM's CUDA graphs if one is large enough: a pass of few tokens
-        spends its time on launching kernels, not on running them."""
+        """Run one pass and return the hidden states behind this rank's last layer, ``[tokens, hidden]``. ``observe``
+        is called for the layers ``observed``, numbered on this rank. With ``graphs``, the pass uses vLLM's CUDA
+        graphs if one is large enough: a pass of few tokens spends its time on launching kernels, not on running
+        them. ``hands_on``: whether the next pipeline stage, if there is one, waits for the output."""
         count = work.num_tokens
         size = graph_size(self._runner, count) if graphs and self._runs_compiled else None
         padding = 0 if size is None else size - count
@@ -185,15 +193,21 @@ class SparseForward:
         ):
             self._ranks.go_on()
             try:
-                hidden = self._runner.model(
-                    input_ids=input_ids, positions=places, intermediate_tensors=None, inputs_embeds=None
+                output = self._runner.model(
+                    input_ids=input_ids,
+                    positions=places,
+                    intermediate_tensors=self._stages.receive(),
+                    inputs_embeds=None,
                 )
             except Exception as error:
-                if self._ranks.count == 1 or isinstance(error, _SeenEnough):
+                if isinstance(error, _SeenEnough):
                     raise
-                raise RankLostError("the model failed on one of several ranks") from error
-            # Models with some drafters return hidden states of other layers as well.
-            return (hidden[0] if isinstance(hidden, tuple) else hidden)[:count]
+                if self._ranks.per_stage > 1:
+                    raise RankLostError("the model failed on one of several ranks") from error
+                if hands_on:
+                    self._stages.fail()
+                raise
+            return self._stages.hand_on(output)[:count]
 
 
 def _padded(values: torch.Tensor, count: int, value: int = 0) -> torch.Tensor:

@@ -64,15 +64,23 @@ class FillBacklog:
             self._begun = None
 
     def take(
-        self, step: Step, pool: FreeBlocks, room: int, *, pass_tokens: int = 0, is_full: bool = False
+        self,
+        step: Step,
+        pool: FreeBlocks,
+        room: int,
+        *,
+        pass_tokens: int = 0,
+        is_full: bool = False,
+        others_run: bool = False,
     ) -> tuple[list[ChunkFill], FillSlice | None]:
         """The chunks to fill in ``step`` by computing about ``room`` tokens. They are filled in free blocks of
         ``pool``, whose next owner writes to them in a later step. ``is_full``: the step already computes much for
-        chunks. Chunks with the same context are filled together: the context's full blocks are computed and charged
+        chunks; ``others_run``: earlier steps are still being computed, so that this one may be
+        empty. Chunks with the same context are filled together: the context's full blocks are computed and charged
         once for all of them. Each further context, and chunks beside a slice, take one more pass of the model, which
         costs ``pass_tokens``."""
         reserve = self._shape.blocks_for(self._shape.step_tokens) + len(step.scheduled)
-        if self._begun is not None and (step.total_tokens == 0 or pool.count < reserve):
+        if self._begun is not None and ((step.total_tokens == 0 and not others_run) or pool.count < reserve):
             self.let_go(pool)  # vLLM may need them for what it computes next
         if room <= 0 or not self._has_time(step, is_full):
             return [], None

@@ -1,6 +1,7 @@
 """Scheduler side: which requests have chunks, what to wait for, how many tokens the worker loads."""
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,13 +54,19 @@ class ChunkScheduler:
         self._lender: BlockLender | None = None
         self._requests: dict[str, ChunkRequest] = {}
         self._reports = Reports()
-        self._running: set[str] = set()
-        """Requests that were in the latest step and are not finished."""
+        self._latest_steps: deque[set[str]] = deque(maxlen=shape.stages)
+        """Requests of the latest steps, without those that are finished. vLLM plans a step while earlier ones are
+        still in other pipeline stages. It leaves out their requests, so the step may be empty."""
         self._in_slices: set[str] = set()
         """Requests that are being loaded in several steps."""
         self._salt: BlockSalt | None = None  # for all requests that arrive after weights changed
         self._work = StepWork(engine_id=setup.engine_id)
         self.stats = ChunkStats()
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a request is being computed, as far as is known."""
+        return any(self._latest_steps)
 
     def bind(self, pool: FreeBlocks) -> None:
         """Set the ``pool`` from which blocks are borrowed. vLLM creates it after the connector."""
@@ -121,7 +128,7 @@ class ChunkScheduler:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
-        is_alone = not self._running
+        is_alone = not self._is_running
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):
             return self._serve_plainly(ours, local, matched), False
@@ -182,7 +189,7 @@ class ChunkScheduler:
         assert self._pool is not None
         assert self._lender is not None
         self._tables.follow(step)
-        self._running = set(step.scheduled)
+        self._latest_steps.append(set(step.scheduled))
         with self.stats.doing_without("filling in the background"):
             self._work.fills, self._work.fill_slice = self._backlog.take(
                 step,
@@ -190,6 +197,7 @@ class ChunkScheduler:
                 self._admission.tokens_to_fill(step.total_tokens),
                 pass_tokens=self._admission.pass_tokens,
                 is_full=bool(self._in_slices),
+                others_run=self._is_running,
             )
         self._lender.take_back()
         self._work.slice_tokens = self._admission.slice_tokens(step.total_tokens) if self._in_slices else 0
@@ -257,8 +265,9 @@ class ChunkScheduler:
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request finished or was aborted. Returns the report on its chunks, if it asked for one."""
-        self._running.discard(request.request_id)
-        if not self._running and self._pool is not None:
+        for requests in self._latest_steps:
+            requests.discard(request.request_id)
+        if not self._is_running and self._pool is not None:
             # There may be no further step, and vLLM expects all blocks to be free.
             self._backlog.let_go(self._pool)
         ours = self._requests.pop(request.request_id, None)

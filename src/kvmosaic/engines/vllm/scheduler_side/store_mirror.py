@@ -5,7 +5,7 @@ from kvmosaic.engines.vllm.messages import RankReport, TiersInUse
 
 
 class StoreMirror:
-    """Which entries every tensor-parallel rank has, and in which tier. It may lag a step behind, so it decides what
+    """Which entries every rank has, and in which tier. It may lag a step behind, so it decides what
     to wait for and what to report, never what is served."""
 
     def __init__(self, ranks: int) -> None:

@@ -47,6 +47,8 @@ class Blender:
         self._timer = timer
         self._paged = paged
         self._ranks = ranks
+        is_full = ranks.of_all_layers([layer.window is None for layer in forward.kv.layers])
+        self._full_layers = [layer for layer, sees_all in enumerate(is_full) if sees_all]
         self._choices: dict[bytes, _Choice] = {}
         self._remembered = 0
         """Number of chosen tokens of all remembered choices."""
@@ -58,7 +60,7 @@ class Blender:
 
     def prepare(self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]]) -> Blend | None:
         """A blend of the chunks that ``moves`` put in place; ``None`` if that failed on some rank."""
-        probe = VllmProbe(load, moves, self._forward, self._paged, self._ranks)
+        probe = VllmProbe(load, moves, self._forward, self._paged, self._ranks, self._full_layers)
         if not moves or load.ratio in (0, 1):
             return Blend(load, probe, None, False)
         known = self._choices.get(load.blend_digest())

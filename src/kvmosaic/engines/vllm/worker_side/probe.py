@@ -27,11 +27,13 @@ class VllmProbe(AssembledPrompt):
         forward: SparseForward,
         paged: RequestBlocks,
         ranks: Ranks,
+        full_layers: Sequence[int],
     ) -> None:
-        """``moves``: the entries in the load's blocks, and their positions."""
+        """``moves``: the entries in the load's blocks, and their positions. ``full_layers`` are numbered in the whole
+        model, like all layers here."""
         spans = tuple(Span(at, at + len(entry.tokens)) for entry, at in moves)
         prompt = ChunkedPrompt(load.prompt.token_ids, spans)
-        super().__init__(prompt, load.prompt.question, len(forward.kv), forward.kv.full)
+        super().__init__(prompt, load.prompt.question, ranks.num_layers, full_layers)
         self.computed_layer: int | None = None
         """Layer up to which all chunk tokens were computed, if they were."""
         self._blocks = [(*row, *load.spare) for row in load.blocks]
@@ -57,31 +59,34 @@ class VllmProbe(AssembledPrompt):
 
         self._forward.probe([self._run(self.asked.start, self.asked.end)], layers, observe)
         self.charged += len(self.asked) * (layers[-1] + 1)
-        parts = [
-            self._paged.reused(self._moves, self._blocks, layers, part) for part in modules[layers[0]].score_parts
-        ]
-        weights = []
-        for index, *keys in zip(layers, *parts, strict=True):
-            layer = modules[index]
-            asking = layer.score_queries(torch.cat(queries[index])[-QUERY_TOKENS:]).transpose(0, 1)
-            weights.append(attention_weights(asking, torch.cat(keys, dim=-1), layer.scale))
-        heads = modules[0].heads * self._ranks.count
-        return self._ranks.sum(torch.stack(weights).mean((0, 1))) / heads
+        # Each stage has some of the layers, or none.
+        own = [layer - self._ranks.layers.start for layer in layers if layer in self._ranks.layers]
+        parts = [self._paged.reused(self._moves, self._blocks, own, part) for part in modules[0].score_parts]
+        weights = torch.zeros(self.chunk_tokens, device=self._forward.kv.device)
+        for index, *keys in zip(own, *parts, strict=True):
+            layer, asked = modules[index], queries[index + self._ranks.layers.start]
+            asking = layer.score_queries(torch.cat(asked)[-QUERY_TOKENS:]).transpose(0, 1)
+            weights += attention_weights(asking, torch.cat(keys, dim=-1), layer.scale).mean(0)
+        return self._ranks.sum(weights) / (len(layers) * modules[0].heads * self._ranks.per_stage)
 
     def deviation(self, layer: int, part: KVPart) -> torch.Tensor:
+        changed = torch.zeros(self.chunk_tokens, device=self._forward.kv.device)
+        if layer not in self._ranks.layers:  # another stage measures it
+            self.compute_chunks(layer)
+            return self._ranks.sum(changed)
         fresh: list[torch.Tensor] = []
 
         def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             fresh.append((k if part == "k" else v).transpose(0, 1).clone())
 
         # Read before it is overwritten.
-        reused = next(self._paged.reused(self._moves, self._blocks, [layer], part))
+        own = layer - self._ranks.layers.start
+        reused = next(self._paged.reused(self._moves, self._blocks, [own], part))
         self.compute_chunks(layer, observe)
         positions = self.positions()
         computed = positions >= self._start
         rows = (positions[computed] - self._first_computed).to(reused.device)
         distance = torch.cat(fresh, dim=1)[:, rows].float() - reused[:, computed.to(reused.device)].float()
-        changed = torch.zeros(self.chunk_tokens, device=distance.device)
         changed[computed.to(distance.device)] = distance.square().sum((0, 2))
         return self._ranks.sum(changed)
 

@@ -42,8 +42,8 @@ def self_test(
 
 class VllmTrial:
     """One prompt, computed in all the ways that have to agree. Outputs are last hidden states ``[question tokens,
-    hidden]``. Every rank uses those of the first rank, because all ranks have to reach the same verdict and the same
-    next step."""
+    hidden]``. Every rank uses those of the last rank: only the last pipeline stage has any, and all ranks have to
+    reach the same verdict and the same next step."""
 
     def __init__(
         self,
@@ -111,4 +111,4 @@ class VllmTrial:
         """Compute these tokens, of which the question's come last, and return the question's outputs."""
         runs = [Run(self._prompt.tokens_of(span), span.start, self._blocks) for span in spans]
         hidden = self._forward.outputs(runs, shift)[-len(self._prompt.question) :]
-        return self._ranks.first(hidden.float().cpu())
+        return self._ranks.last(hidden.float().cpu())

@@ -46,7 +46,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class WorkerSide:
-    """One tensor-parallel rank. It is created when vLLM's KV cache exists and no block of it is in use yet."""
+    """One rank. It is created when vLLM's KV cache exists and no block of it is in use yet."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class WorkerSide:
         self._arrivals: LayerArrivals | None = None
         if caches is not None:
             self._arrivals = LayerArrivals(caches.layers)
+        if caches is not None and self.ranks.stages == 1:  # stages may differ in what they support
             tiles = TileAttention.measure(kv, metadata, self.ranks, self._model.max_model_len)
         self.forward = SparseForward(
             vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles
@@ -88,7 +89,7 @@ class WorkerSide:
             setup.config,
             self.weights,
             {
-                "columns": [layer.columns if layer else None for layer in self.rotary],
+                "columns": self.ranks.of_all_layers([layer.columns if layer else None for layer in self.rotary]),
                 "dtype": str(self._model.dtype),
                 "quantization": self._model.quantization,
                 "revision": self._model.revision,
@@ -104,23 +105,18 @@ class WorkerSide:
         self.fetcher = ChunkFetcher(self.cache.store)
         self.documents = StoredDocuments(self.cache, self.fetcher)
         self._filler = ChunkFiller(self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, sink)
-        self.loader = ChunkLoader(
+        bringer = Bringer(
             self.cache,
+            self.fetcher,
             self.paged,
-            self.ranks,
-            Bringer(
-                self.cache,
-                self.fetcher,
-                self.paged,
-                self._filler,
-                kv.block_sizes,
-                ranks=self.ranks,
-                timer=self.timer,
-                stats=self.stats,
-            ),
-            self.blender,
+            self._filler,
+            kv.block_sizes,
+            ranks=self.ranks,
             timer=self.timer,
             stats=self.stats,
+        )
+        self.loader = ChunkLoader(
+            self.cache, self.paged, self.ranks, bringer, self.blender, timer=self.timer, stats=self.stats
         )
         self.prefixes = PrefixLoader(self.cache, self.fetcher, self.paged, self.ranks, self.timer, self.stats)
         self._counted = self.cache.store.event_counts()
