@@ -157,6 +157,10 @@ class Admission:
         """Whether loading a request takes so much of a step that it is done in slices, over several steps."""
         return sum(self._load_cost(request, local)) > self._room_for_loads
 
+    def exceeds_step(self, request: ChunkRequest, local: int) -> bool:
+        """Whether loading a request at once takes longer than vLLM's longest step."""
+        return sum(self._load_cost(request, local)) > self._shape.step_tokens
+
     def has_room(self, request: ChunkRequest, local: int) -> bool:
         """Whether the coming step has room for a further request: other requests' decoding must not wait for many
         blends at once."""
