@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import cast
 
 from kvmosaic.core.errors import ConfigError
 
@@ -35,8 +34,8 @@ class HeadRange:
         found = KEY_PART.fullmatch(text)
         if found is None or found[4] is None:
             return None
-        *numbers, together = (None if number is None else int(number) for number in found.groups())
-        heads = cls(*cast("list[int]", numbers), together)
+        together = None if found[6] is None else int(found[6])
+        heads = replace(cls(*map(int, found.groups()[:5])), together=together)
         in_order = heads.first <= heads.last < heads.total and heads.first_layer <= heads.last_layer
         is_cut = together is None or 0 < together < heads.layers
         return heads if in_order and is_cut and str(heads) == text else None

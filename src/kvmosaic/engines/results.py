@@ -26,7 +26,7 @@ class Fallback(str, Enum):
     NOT_ALLOWED = "not-allowed"
     """The request has a parameter that clients of this engine may not send."""
     LORA = "lora"
-    """KV depends on the adapter."""
+    """KV depends on the adapter, and its weights are not known yet or have just changed."""
     PROMPT_EMBEDS = "prompt-embeds"
     """The prompt is not given by token ids."""
     MULTIMODAL = "multimodal"

@@ -299,6 +299,25 @@ def note_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+def note_adapters(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """vLLM's number of the adapter of each pass of the sparse forward from now on; 0 for none."""
+    forward = worker_side().forward
+    numbers: list[int] = []
+    compute = forward._forward
+
+    def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
+        numbers.append(work.adapter_id)
+        return compute(work, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "_forward", noted)
+    return numbers
+
+
+def adapter_manager() -> Any:
+    """vLLM's own."""
+    return worker_side().forward._runner.lora_manager._adapter_manager
+
+
 def limit_runs(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Let a pass take no more runs than that."""
     monkeypatch.setattr(worker_side().forward._metadata, "max_runs", most)

@@ -131,6 +131,8 @@ def test_other_models_that_are_supported(build, model):
         (LLAMA, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         (LLAMA, {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "kv_cache_dtype=bfloat16"),
         (LLAMA, {"kv_offloading_size": 1.0}, "kv_offloading_size"),
+        (LATENT, {"enable_lora": True}, "enable_lora with multi-head latent attention"),
+        (LLAMA, {"enable_lora": True, "enable_tower_connector_lora": True}, "enable_tower_connector_lora"),
         (LLAMA, {"runner": "pooling"}, "pooling"),
         (BERT, {}, "pooling"),
         (WHISPER, {}, "encoder-decoder"),
@@ -262,7 +264,8 @@ def test_a_cpu_without_bfloat16_refuses_it(dtype, tmp_path, monkeypatch):
             LLAMA,
             (),
             "ok",
-            "runs in bfloat16" if IS_NATIVE else "runs in float32: this CPU has no bfloat16 instructions",
+            f"{'runs in bfloat16' if IS_NATIVE else 'runs in float32: this CPU has no bfloat16 instructions'}; "
+            "also with LoRA adapters",
         ),
         (HYBRID, (), "fail", "not supported"),
         (LLAMA, ("--tensor-parallel-size", "3"), "fail", "vLLM refuses it"),

@@ -79,7 +79,9 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, ranks: int, stages: int) -
         return None, [Row("model in vLLM", "fail", "vLLM refuses it", reason(error))]
     problems = [Row("model in vLLM", "fail", "not supported", problem) for problem in unsupported(config)]
     why = "" if chosen == "auto" else f": {WHY_FLOAT32}"
-    return config, problems or [Row("model in vLLM", "ok", f"runs in {_name(config.model_config.dtype)}{why}")]
+    adapters = "not with LoRA adapters" if config.model_config.use_mla else "also with LoRA adapters"
+    runs = f"runs in {_name(config.model_config.dtype)}{why}; {adapters}"
+    return config, problems or [Row("model in vLLM", "ok", runs)]
 
 
 def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, ranks: int, stages: int) -> Iterator[Row]:

@@ -9,6 +9,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvmosaic.core.prompt import ChunkedPrompt
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter, as it was when work for it was planned."""
+
+    id: int
+    """vLLM's number of it, by which the workers' processes know it."""
+    digest: bytes
+    """Digest of its weights, 32 bytes. vLLM may load other weights under the same number."""
+
+
+def adapter_id(adapter: Adapter | None) -> int:
+    """vLLM's number of an adapter, 0 for none."""
+    return 0 if adapter is None else adapter.id
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChunkLoad:
     """The worker's task for one request, before the request's next forward."""
@@ -30,8 +44,8 @@ class ChunkLoad:
     spare: tuple[int, ...]
     """Additional blocks for filling chunks and for probing the question, for this step only."""
     is_findable: bool
-    """Whether other requests may find entries that are stored for this one. Not with a ``cache_salt``, nor if weights
-    changed since the request arrived."""
+    """Whether other requests may find entries that are stored for this one. Not with a ``cache_salt`` or an adapter,
+    nor if weights changed since the request arrived."""
     fill: bool
     """Whether missing chunks are filled first. If not, they are computed as ordinary text."""
     is_sliced: bool
@@ -39,6 +53,8 @@ class ChunkLoad:
     question."""
     is_reported: bool
     """Whether the scheduler wants to know which tokens are recomputed."""
+    adapter: Adapter | None = None
+    """The request's adapter, which is active in this step."""
 
     @property
     def writes_shared(self) -> bool:
@@ -72,6 +88,8 @@ class ChunkFill:
     """Content hash and tokens of each."""
     blocks: tuple[tuple[int, ...], ...]
     """Blocks for the context and all chunks, per KV cache group, for this step only."""
+    adapter: Adapter | None = None
+    """The adapter that they are computed with, which is active in this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +107,8 @@ class FillSlice:
     blocks: tuple[tuple[int, ...], ...]
     """Blocks for the context and the whole chunk, per KV cache group; the same in all steps of the chunk."""
     is_last: bool
+    adapter: Adapter | None = None
+    """The adapter that the chunk is computed with, which is active in this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +205,8 @@ class RankReport:
     tiers: TiersInUse = "all"
     recomputed: dict[str, list[list[int]]] = field(default_factory=dict)
     """Start and end of the recomputed tokens, by request whose load is reported."""
+    adapters: dict[int, bytes] = field(default_factory=dict)
+    """Digests of adapters that vLLM has loaded since the last report, by number."""
     is_all: bool = False
     """Whether ``changes`` lists all stored entries, so that earlier reports can be forgotten."""
 

@@ -34,6 +34,7 @@ def unsupported(vllm_config: Any) -> list[str]:
         *_parallel_problems(vllm_config.parallel_config),
         *_pipeline_problems(vllm_config),
         *_cache_problems(vllm_config),
+        *_adapter_problems(vllm_config),
         *_policy_problems(vllm_config),
     ]
 
@@ -132,6 +133,22 @@ def _cache_problems(vllm_config: Any) -> list[str]:
         problems.append(
             "kv_offloading_size: vLLM would replace the chunk cache by its own offloading; leave it out, and set "
             "prefix_blocks=true to keep exact prefixes in the tiers of the chunk cache"
+        )
+    return problems
+
+
+def _adapter_problems(vllm_config: Any) -> list[str]:
+    adapters = vllm_config.lora_config
+    problems = []
+    if adapters is not None and vllm_config.model_config.use_mla:
+        problems.append(
+            "enable_lora with multi-head latent attention: chunks of adapters were never tried with it; "
+            "leave out enable_lora, or serve this model without the chunk cache"
+        )
+    if adapters is not None and getattr(adapters, "enable_tower_connector_lora", False):  # releases differ
+        problems.append(
+            "enable_tower_connector_lora: chunks are computed by the language model alone, and would undo the "
+            "adapters of a step's images; leave it out"
         )
     return problems
 

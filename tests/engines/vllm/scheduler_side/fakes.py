@@ -195,5 +195,7 @@ class Side:
             *scheduler._latest_steps,
             scheduler._in_slices,
             scheduler.prefixes._requests,
+            scheduler._adapters._of,
+            scheduler._adapters._unplanned,
         )
         return not any(name in each for each in kept)

@@ -1,4 +1,4 @@
-"""Surroundings of a forward inside vLLM's worker: context, adapters, connector hooks, parallel groups, stages."""
+"""Surroundings of a forward inside vLLM's worker: context, connector hooks, parallel groups, stages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
-from vllm.lora.layers import LoRAMapping
 from vllm.sequence import IntermediateTensors
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "get_pp_group",
     "get_tp_group",
     "make_stage_inputs",
-    "no_adapters",
     "quiet_hooks",
     "set_forward_context",
 ]
@@ -28,23 +26,6 @@ def make_stage_inputs(runner: Any) -> None:
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
-
-
-@contextmanager
-def no_adapters(runner: Any, sequences: int, tokens: int) -> Iterator[None]:
-    """Run ``tokens`` in ``sequences`` through the base model, then restore the adapters of the step."""
-    manager = getattr(runner, "lora_manager", None)
-    if manager is None:
-        yield
-        return
-    adapters = manager._adapter_manager
-    before = adapters._last_mapping
-    adapters.set_adapter_mapping(LoRAMapping((0,) * tokens, (0,) * sequences, is_prefill=True))
-    try:
-        yield
-    finally:
-        if before is not None:
-            adapters.set_adapter_mapping(before)
 
 
 @contextmanager

@@ -18,6 +18,8 @@ class Run(NamedTuple):
     """Position of the first token."""
     blocks: Sequence[Sequence[int]]
     """The sequence's block ids, per KV cache group; they cover positions ``0 .. start + len(tokens) - 1``."""
+    adapter_id: int = 0
+    """vLLM's number of the LoRA adapter that the tokens are computed with, which is active; 0 for none."""
 
     @property
     def end(self) -> int:
@@ -35,12 +37,17 @@ class PagedTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Runs that go through the model together. Data that several stages need is computed once."""
+    """Runs that go through the model together, all with the same adapter. Data that several stages need is computed
+    once."""
 
     runs: Sequence[Run]
     block_sizes: Sequence[int]
     """Tokens per block, per KV cache group."""
     device: torch.device
+
+    @property
+    def adapter_id(self) -> int:
+        return self.runs[0].adapter_id
 
     @cached_property
     def num_tokens(self) -> int:
@@ -86,16 +93,18 @@ def cut(runs: Sequence[Run], room: int) -> tuple[list[Run], list[Run]]:
     first: list[Run] = []
     for index, run in enumerate(runs):
         if len(run.tokens) > room:
-            head = [Run(run.tokens[:room], run.start, run.blocks)] if room else []
-            rest = Run(run.tokens[room:], run.start + room, run.blocks)
+            head = [run._replace(tokens=run.tokens[:room])] if room else []
+            rest = run._replace(tokens=run.tokens[room:], start=run.start + room)
             return first + head, [rest, *runs[index + 1 :]]
         first.append(run)
         room -= len(run.tokens)
     return first, []
 
 
-def runs_of(wanted: np.ndarray, tokens: Sequence[int], blocks: Sequence[Sequence[int]]) -> list[Run]:
+def runs_of(
+    wanted: np.ndarray, tokens: Sequence[int], blocks: Sequence[Sequence[int]], adapter_id: int = 0
+) -> list[Run]:
     """The ``wanted`` tokens, ``[tokens]`` bool, of a sequence as runs."""
     edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
     pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [Run(tokens[start:end], start, blocks) for start, end in pairs]
+    return [Run(tokens[start:end], start, blocks, adapter_id) for start, end in pairs]

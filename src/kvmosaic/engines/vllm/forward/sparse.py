@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from kvmosaic.engines.vllm.compat.adapters import with_adapter
 from kvmosaic.engines.vllm.compat.graphs import graph_context, graph_inputs, graph_size
 from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_by
-from kvmosaic.engines.vllm.compat.running import no_adapters, set_forward_context
+from kvmosaic.engines.vllm.compat.running import set_forward_context
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
@@ -114,20 +115,22 @@ class SparseForward:
                 self._forward(work, 0, note, mine, graphs=True, hands_on=last >= own.stop)
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[Pass]:
-        """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs."""
+        """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs. A pass has
+        one adapter, because vLLM has room for few changes of adapter in a pass, and on CPUs (0.32) computes tokens
+        without an adapter wrongly beside others."""
         room = self.step_tokens
         max_runs = room if self._in_tiles(runs) else self._metadata.max_runs
         batch: list[Run] = []
         for run in runs:
             rest = run
             while rest.tokens:
-                if room == 0 or len(batch) == max_runs:
+                if room == 0 or len(batch) == max_runs or (batch and batch[-1].adapter_id != run.adapter_id):
                     yield self.kv.make_pass(batch)
                     room, batch = self.step_tokens, []
-                head = Run(rest.tokens[:room], rest.start, rest.blocks)
+                head = rest._replace(tokens=rest.tokens[:room])
                 batch.append(head)
                 room -= len(head.tokens)
-                rest = Run(rest.tokens[len(head.tokens) :], head.end, rest.blocks)
+                rest = rest._replace(tokens=rest.tokens[len(head.tokens) :], start=head.end)
         if batch:
             yield self.kv.make_pass(batch)
 
@@ -176,7 +179,7 @@ class SparseForward:
         watched = self.kv.layers if everywhere else [self.kv.layers[index] for index in observed]
         with (
             torch.inference_mode(),
-            no_adapters(self._runner, len(work.sequences), count),
+            with_adapter(self._runner, work.adapter_id, len(work.sequences), count),
             attention_by(attend, wait_for, watched),
             set_forward_context(
                 self._metadata.build(work) if queries is None else None,

@@ -82,19 +82,20 @@ class RequestBlocks(ABC):
         chunks: Sequence[Sequence[int]],
         blocks: Sequence[Sequence[int]],
         sink: ChunkKV | None = None,
+        adapter_id: int = 0,
     ) -> list[KV]:
         """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses. The
         blocks have room for any one of the chunks; as many chunks as fit are computed at a time.
 
         The part of the context that fills whole blocks is computed once. The rest shares a block with the chunk, so
         it is computed for each chunk. If ``context`` stands for a learned ``sink``, the sink is placed instead, and
-        no context is computed."""
+        no context is computed. Tokens are computed with the active adapter ``adapter_id``, or with none (0)."""
         assert VIRTUAL_POS_START == 0
         sizes = self._forward.kv.block_sizes
         shared = len(context) // lcm(*sizes) * lcm(*sizes)
         first = [shared // size for size in sizes]
         results: list[KV] = []
-        runs = [Run(context[:shared], 0, blocks)] if shared and sink is None else []
+        runs = [Run(context[:shared], 0, blocks, adapter_id)] if shared and sink is None else []
         used = list(first)
         if sink is not None:
             self.place([(sink, 0)], blocks, 0)
@@ -114,11 +115,11 @@ class RequestBlocks(ABC):
                 used = list(first)
             own = [(*row[:k], *row[u : u + n]) for row, k, u, n in zip(blocks, first, used, need, strict=True)]
             if sink is None:
-                runs.append(Run([*context[shared:], *chunk], shared, own))
+                runs.append(Run([*context[shared:], *chunk], shared, own, adapter_id))
             else:
                 if shared < len(context):
                     self.place([(sink, 0)], own, shared)
-                runs.append(Run(chunk, len(context), own))
+                runs.append(Run(chunk, len(context), own, adapter_id))
             used = [u + n for u, n in zip(used, need, strict=True)]
         compute()
         return results

@@ -159,6 +159,10 @@ class Admission:
         """Whether loading a request takes so much of a step that it is done in slices, over several steps."""
         return sum(self._load_cost(request, local)) > self._room_for_loads
 
+    def exceeds_step(self, request: ChunkRequest, local: int) -> bool:
+        """Whether loading a request at once takes longer than vLLM's longest step."""
+        return sum(self._load_cost(request, local)) > self._shape.step_tokens
+
     def still_lacks_room(self, request: ChunkRequest, local: int) -> bool:
         """Whether the cost that was computed when the request last lacked room is still too high. vLLM asks about all
         waiting requests in every step, so nothing is computed again for those that have to wait anyway."""

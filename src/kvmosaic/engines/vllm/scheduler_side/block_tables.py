@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvmosaic.engines.vllm.compat.scheduling import Step
-from kvmosaic.engines.vllm.messages import ChunkLoad, PrefixLoad
+from kvmosaic.engines.vllm.messages import ChunkLoad, PrefixLoad, StepWork
 
 Load = TypeVar("Load", ChunkLoad, PrefixLoad)
 
@@ -50,9 +50,20 @@ class BlockTables:
             written.update(self._tables.get(request_id, [])[start // size : -(-end // size)])
         return written
 
-    def start_before(self, unwritten: set[int], load: Load) -> Load:
-        """The load, starting early enough to compute blocks that are in vLLM's prefix cache but not written yet: the
-        forward of this step writes them, and ours runs before it."""
+    def start_early(self, step: Step, work: StepWork) -> None:
+        """Have loads start early enough to compute blocks that are in vLLM's prefix cache but not written yet."""
+        if not work.loads and not work.prefix_loads:
+            return
+        unwritten = self.written_by(step)
+        work.loads = [self._start_before(unwritten, load) for load in work.loads]
+        # Workers load prefixes first, so blocks that chunk loads write are not written yet, either.
+        for load in work.loads:
+            unwritten.update(load.blocks[0][load.start // self._block_size :])
+        work.prefix_loads = [self._start_before(unwritten, prefix) for prefix in work.prefix_loads]
+
+    def _start_before(self, unwritten: set[int], load: Load) -> Load:
+        """The load, starting before its first block that is ``unwritten``: the forward of this step writes it, and
+        ours runs before that."""
         known = load.blocks[0][: load.start // self._block_size]
         written = next((index for index, block in enumerate(known) if block in unwritten), len(known))
         return replace(load, start=written * self._block_size)

@@ -6,6 +6,16 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.key import ContentHasher
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.identity import chunk_context
+from kvmosaic.engines.vllm.messages import Adapter
+
+
+def salt_of(cache_salt: str | None, adapter: Adapter | None) -> bytes | None:
+    """What separates a request's chunks from the same tokens of others: its ``cache_salt``, which also separates
+    clients in vLLM's prefix cache, and its adapter's weights."""
+    # JSON can contain an unpaired surrogate.
+    salt = None if cache_salt is None else cache_salt.encode(errors="surrogatepass")
+    # No text begins with this byte in UTF-8, so no client's salt can imitate an adapter.
+    return salt if adapter is None else b"\xff" + adapter.digest + (salt or b"")
 
 
 class ChunkDigests:
@@ -13,13 +23,13 @@ class ChunkDigests:
     depend on ``first``, the position where the prompt's first chunk begins."""
 
     def __init__(
-        self, config: ChunkCacheConfig, sink: tuple[int, ...], prompt: ChunkedPrompt, cache_salt: str | None
+        self, config: ChunkCacheConfig, sink: tuple[int, ...], prompt: ChunkedPrompt, salt: bytes | None
     ) -> None:
+        """``salt``: from :func:`salt_of`."""
         self._config = config
         self._sink = sink
         self._prompt = prompt
-        # JSON can contain an unpaired surrogate.
-        self._salt = None if cache_salt is None else cache_salt.encode(errors="surrogatepass")
+        self._salt = salt
         self._contexts: dict[int, tuple[tuple[int, ...], ContentHasher]] = {}
         """Contexts and their hashers by ``first``, of which there are few values; a context may be as long as the
         prompt."""
@@ -33,7 +43,6 @@ class ChunkDigests:
         digest = self._after(first)[1].hash(self._prompt.token_array[span.start : span.end])
         if self._salt is None:
             return digest
-        # The salt separates clients in vLLM's prefix cache, so it also does here.
         return hashlib.sha256(self._salt + digest).digest()[: len(digest)]
 
     def _after(self, first: int) -> tuple[tuple[int, ...], ContentHasher]:

@@ -6,6 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvmosaic.engines.vllm.messages import Adapter
+
 MAX_WAITING_TOKENS = 2**21
 """Maximum number of waiting tokens, including contexts."""
 LEAST_WEIGHT = 512
@@ -24,6 +26,8 @@ class WaitingChunk:
     tokens: tuple[int, ...]
     context: tuple[int, ...]
     """Tokens that it is computed after."""
+    adapter: Adapter | None = None
+    """The adapter that it is computed with, if any."""
     since: float = field(default_factory=lambda: time.monotonic())
     tries: int = 0
     """Number of steps that passed it over."""
@@ -94,6 +98,11 @@ class FairQueue:
         if chunk.digest not in self._waiting:
             self._queue(chunk).appendleft(chunk)
             self._queues.move_to_end(chunk.request_id, last=False)
+
+    def take_all_of(self, adapter: Adapter) -> list[WaitingChunk]:
+        """Remove the chunks of an adapter from the queue. All chunks of a request have the same adapter."""
+        theirs = [(name, queue) for name, queue in self._queues.items() if queue[0].adapter == adapter]
+        return [self._drop_first(name, queue) for name, queue in theirs for _ in range(len(queue))]
 
     def clear(self) -> None:
         self._queues.clear()

@@ -11,8 +11,9 @@ from kvmosaic.core.limits import MAX_CHUNKS, shown_id
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.results import Fallback
+from kvmosaic.engines.vllm.messages import Adapter
 from kvmosaic.engines.vllm.parameters import RequestParameters
-from kvmosaic.engines.vllm.scheduler_side.digests import ChunkDigests
+from kvmosaic.engines.vllm.scheduler_side.digests import ChunkDigests, salt_of
 from kvmosaic.engines.vllm.scheduler_side.fair_queue import WaitingChunk
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
@@ -59,8 +60,8 @@ class Planner:
         self._named: set[str] = set()
         """Unknown parameters that were named in the log."""
 
-    def plan(self, request: Any, params: RequestParameters) -> Plan:
-        """Plan a request with these parameters."""
+    def plan(self, request: Any, params: RequestParameters, adapter: Adapter | None = None) -> Plan:
+        """Plan a request with these parameters. ``adapter``: its adapter, if workers know that by its weights."""
         if not self._named.issuperset(params.unknown) and len(self._named) < MAX_NAMED:
             self._named.update(params.unknown)
             known = ", ".join(CLIENT_PARAMETERS)
@@ -71,14 +72,14 @@ class Planner:
         if not request.prompt_token_ids or not params.chunk_cache:
             return Plan(None)
         try:
-            return self._plan(request, params)
+            return self._plan(request, params, adapter)
         except KvmosaicError as error:
             logger.warning(_NOT_SERVED, shown_id(request.request_id), error)
         except Exception:  # a failure must affect only the client that caused it
             logger.exception(_NOT_SERVED, shown_id(request.request_id), "it cannot be read")
         return Plan(Fallback.BAD_PARAMETERS)
 
-    def _plan(self, request: Any, params: RequestParameters) -> Plan:
+    def _plan(self, request: Any, params: RequestParameters, adapter: Adapter | None) -> Plan:
         absent: tuple[int, ...] = ()
         if params.boundaries is not None:
             prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
@@ -88,10 +89,10 @@ class Planner:
         ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
         policy = self._config.policy if params.policy is None else params.policy
         policy_served(policy, self._shape.num_layers)
-        reason = _cannot_be_reused(request)
+        reason, salt = _cannot_be_reused(request, adapter), salt_of(request.cache_salt, adapter)
         longer: tuple[Span, ...] = ()
         if self._discovery is not None and reason is None and params.boundaries is None:
-            prompt, longer = self._with_runs(prompt, self._discovery, request.cache_salt)
+            prompt, longer = self._with_runs(prompt, self._discovery, salt)
         if not prompt.chunks:
             return Plan(None, absent)
         if reason is None and looks_inside(policy, ratio) and any(map(self._shape.is_cut, map(len, prompt.chunks))):
@@ -104,14 +105,15 @@ class Planner:
         if reason is not None:
             return Plan(reason, absent)
         first = prompt.chunks[0].start
-        digests = ChunkDigests(self._config, self._sink, prompt, request.cache_salt)
+        digests = ChunkDigests(self._config, self._sink, prompt, salt)
         hashes = tuple(digests.digest(span, first) for span in prompt.chunks)
         turn_ends = tuple(self._parser.turn_ends(prompt))
-        ours = ChunkRequest(request.request_id, prompt, ratio, policy, digests.context(first), hashes, turn_ends)
+        context = digests.context(first)
+        ours = ChunkRequest(request.request_id, prompt, ratio, policy, context, hashes, turn_ends, adapter)
         return Plan(ours, absent, tuple(self._to_fill(ours, longer, digests)))
 
     def _with_runs(
-        self, prompt: ChunkedPrompt, discovery: Discovery, salt: str | None
+        self, prompt: ChunkedPrompt, discovery: Discovery, salt: bytes | None
     ) -> tuple[ChunkedPrompt, tuple[Span, ...]]:
         """The prompt with recurring texts as further chunks, and longer texts that should be stored."""
         digests = ChunkDigests(self._config, self._sink, prompt, salt)
@@ -119,7 +121,7 @@ class Planner:
         def is_stored(span: Span, first: int) -> bool:
             return self._mirror.has(digests.digest(span, first))
 
-        found = discovery.find(prompt.token_array, prompt.chunks, salt, is_stored)
+        found = discovery.find(prompt.token_array, prompt.chunks, None if salt is None else salt.hex(), is_stored)
         runs = found.chunks[: MAX_CHUNKS - len(prompt.chunks)]
         chunks = sorted([*prompt.chunks, *runs], key=lambda span: span.start)
         return ChunkedPrompt(prompt.token_ids, tuple(chunks)) if runs else prompt, found.to_fill
@@ -133,13 +135,13 @@ class Planner:
             first = min(span.start, request.prompt.chunks[0].start)
             context = digests.context(first)
             if len(span) + len(context) <= self._shape.max_positions:
-                tokens = request.prompt.tokens_of(span)
-                yield WaitingChunk(request.request_id, digests.digest(span, first), tokens, context)
+                tokens, digest = request.prompt.tokens_of(span), digests.digest(span, first)
+                yield WaitingChunk(request.request_id, digest, tokens, context, request.adapter)
 
 
-def _cannot_be_reused(request: Any) -> Fallback | None:
+def _cannot_be_reused(request: Any, adapter: Adapter | None) -> Fallback | None:
     """Why the KV of a request's chunks cannot be taken from the store; ``None`` if it can."""
-    if request.lora_request is not None:
+    if request.lora_request is not None and adapter is None:
         return Fallback.LORA
     if request.prompt_embeds is not None:
         return Fallback.PROMPT_EMBEDS

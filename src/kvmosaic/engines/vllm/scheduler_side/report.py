@@ -6,6 +6,7 @@ from typing import Any
 from kvmosaic.engines.results import ChunkReport, ChunkStatus, Fallback
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 
 MISSING = "missing"
 """Reason that is reported for a chunk that is in no tier."""
@@ -14,7 +15,8 @@ MISSING = "missing"
 class Reports:
     """Reports of current requests that asked for one and may have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, stats: ChunkStats) -> None:
+        self._stats = stats
         self._told: dict[str, dict[str, Any]] = {}
         self._notes: dict[str, dict[str, Any]] = {}
 
@@ -30,6 +32,12 @@ class Reports:
         """Add fields to the report of a request that is served plainly, if it asked for one."""
         if request_id in self._told:
             self._told[request_id].update(told)
+
+    def fall_back(self, request_id: str, reason: Fallback) -> None:
+        """Count and report a request with chunks that is served plainly."""
+        self.add(request_id, fallback_reason=reason.value)
+        self._stats.count("fallbacks", reason)
+        self._stats.count("requests", "plain")
 
     def take(self, request_id: str, reused: dict[str, Any]) -> dict[str, Any] | None:
         """The report of a request that is over, if it asked for one. ``reused`` is the report on its reused chunks,

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmosaic.blend import policy_named
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.vllm.messages import ChunkLoad
+from kvmosaic.engines.vllm.messages import Adapter, ChunkLoad
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt
 from kvmosaic.engines.vllm.shape import EngineShape
 
@@ -30,6 +30,8 @@ class ChunkRequest:
     """Content hash of each chunk."""
     turn_ends: tuple[int, ...]
     """For each chunk, the position where its turn of the conversation ends."""
+    adapter: Adapter | None = None
+    """Its adapter, if it has one."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
     """Tiers from which chunks were fetched, by content hash."""
     asked_for: list[bytes] = field(default_factory=list)
@@ -143,6 +145,7 @@ class ChunkRequest:
             fill=fill,
             is_sliced=self.is_long,
             is_reported=is_reported,
+            adapter=self.adapter,
         )
 
     def wait_for(self, ranks: int) -> None:

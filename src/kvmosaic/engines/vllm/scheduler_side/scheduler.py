@@ -15,6 +15,7 @@ from kvmosaic.engines.vllm.compat.scheduling import (
 )
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.parameters import RequestParameters
+from kvmosaic.engines.vllm.scheduler_side.adapters import KnownAdapters
 from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts, weights_salt
@@ -48,12 +49,12 @@ class ChunkScheduler:
         self._admission = Admission(config, shape, self._mirror)
         self._backlog = FillBacklog(shape)
         self._waiting = WaitingRoom(config, shape, self._mirror, self._admission, self._backlog)
+        self._adapters = KnownAdapters(shape.ranks)
         self._tables = BlockTables(shape.block_size)
         self.prefixes = PrefixScheduler(config, self._mirror, shape, PATIENCE_SECONDS)
         self._pool: FreeBlocks | None = None
         self._lender: BlockLender | None = None
         self._requests: dict[str, ChunkRequest] = {}
-        self._reports = Reports()
         self._latest_steps: deque[set[str]] = deque(maxlen=shape.stages)
         """Requests of the latest steps, without those that are finished. vLLM plans a step while earlier ones are
         still in other pipeline stages. It leaves out their requests, so the step may be empty."""
@@ -62,6 +63,7 @@ class ChunkScheduler:
         self._salt: BlockSalt | None = None  # for all requests that arrive after weights changed
         self._work = StepWork(engine_id=setup.engine_id)
         self.stats = ChunkStats()
+        self._reports = Reports(self.stats)
 
     @property
     def _is_running(self) -> bool:
@@ -85,10 +87,13 @@ class ChunkScheduler:
             self.give_up(request)
 
     def _add(self, request: Any) -> None:
-        if self._salt is not None:
-            BlockSalts(request).add([self._salt])
-        params = RequestParameters.read(take_parameters(request), self._config.allowed_parameters)
-        planned, absent, to_fill = self._planner.plan(request, params)
+        for salt in (self._salt, self._adapters.add(request)):
+            if salt is not None:
+                BlockSalts(request).add([salt])
+        self._plan(request, RequestParameters.read(take_parameters(request), self._config.allowed_parameters))
+
+    def _plan(self, request: Any, params: RequestParameters) -> None:
+        planned, absent, to_fill = self._planner.plan(request, params, self._adapters.of(request))
         if params.report:
             self._reports.begin(request.request_id, documents_not_found=absent, unknown_parameters=params.unknown)
         if isinstance(planned, ChunkRequest):
@@ -99,8 +104,10 @@ class ChunkScheduler:
             if self._config.miss_policy != "never":
                 self._backlog.add(to_fill)
             return
-        if planned is not None:
-            self._fall_back(request.request_id, planned)
+        if planned is Fallback.LORA:
+            self._adapters.plan_later(request, params)
+        elif planned is not None:
+            self._reports.fall_back(request.request_id, planned)
         else:
             self.stats.count("requests", "plain")
         self.prefixes.add(request)
@@ -125,6 +132,9 @@ class ChunkScheduler:
         return 0, False
 
     def _matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:
+        params = self._adapters.take_planned(request)
+        if params is not None:
+            self._plan(request, params)
         ours = self._requests.get(request.request_id)
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
@@ -132,14 +142,17 @@ class ChunkScheduler:
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):
             return self._serve_plainly(ours, local, matched), False
-        # A request that runs alone is computed at once.
-        ours.is_long = bool(matched) and not is_alone and self._admission.is_long(ours, local)
+        # A request that runs alone is computed at once. An adapter may not be active before its request's own step.
+        may_be_long = bool(matched) and not is_alone and ours.adapter is None
+        ours.is_long = may_be_long and self._admission.is_long(ours, local)
         return matched, ours.is_long
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """The request got its blocks. Its load is done in the coming step, or begins there."""
         ours = self._requests.get(request.request_id)
         if ours is None:
+            if self._adapters.stays_unknown(request):
+                self._reports.fall_back(request.request_id, Fallback.LORA)
             self.prefixes.allocated(request, blocks, num_external, self._work)
             return
         if ours.is_in_slices:
@@ -149,7 +162,9 @@ class ChunkScheduler:
         local = ours.prompt.question.start - num_external
         if num_external:  # first of all: from here on, vLLM relies on the load
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
-            self._load(ours, local, ids, is_findable=request.cache_salt is None and not ours.is_stale)
+            # A salt or an adapter sets a prompt's tokens apart from the same tokens of others.
+            is_findable = request.cache_salt is None and request.lora_request is None and not ours.is_stale
+            self._load(ours, local, ids, is_findable=is_findable)
         elif ours.has_fetched:
             self._work.released.append(ours.request_id)
         with self.stats.doing_without("a request's report"):
@@ -191,6 +206,9 @@ class ChunkScheduler:
         self._tables.follow(step)
         self._latest_steps.append(set(step.scheduled))
         with self.stats.doing_without("filling in the background"):
+            dropped = self._backlog.use_adapters(self._adapters.in_step(step), self._pool)
+            if dropped:
+                self.stats.count("dropped_fills", "", dropped)
             self._work.fills, self._work.fill_slice = self._backlog.take(
                 step,
                 self._pool,
@@ -205,13 +223,7 @@ class ChunkScheduler:
         with self.stats.doing_without("saving prefixes"):
             self._work.prefix_saves = self.prefixes.due(step, self._tables)
         work, self._work = self._work, StepWork(engine_id=self._work.engine_id, weights=self._work.weights)
-        if work.loads or work.prefix_loads:
-            unwritten = self._tables.written_by(step)
-            work.loads = [self._tables.start_before(unwritten, load) for load in work.loads]
-            # Workers load prefixes first, so blocks that chunk loads write are not written yet, either.
-            for load in work.loads:
-                unwritten.update(load.blocks[0][load.start // self._shape.block_size :])
-            work.prefix_loads = [self._tables.start_before(unwritten, prefix) for prefix in work.prefix_loads]
+        self._tables.start_early(step, work)
         return work
 
     def clear(self) -> None:
@@ -229,6 +241,7 @@ class ChunkScheduler:
             self._change_weights(latest.weights, latest.weights_digest)
         for rank in report.ranks:
             self._mirror.update(rank)
+            self._adapters.update(rank.rank, rank.adapters)
             with self.stats.doing_without("learning costs"):
                 self._admission.measured(rank.rank, rank.costs)
             for request_id in rank.fetched:
@@ -270,6 +283,7 @@ class ChunkScheduler:
         if not self._is_running and self._pool is not None:
             # There may be no further step, and vLLM expects all blocks to be free.
             self._backlog.let_go(self._pool)
+        self._adapters.finished(request.request_id)
         ours = self._requests.pop(request.request_id, None)
         if ours is not None and ours.has_fetched:
             self._work.released.append(request.request_id)
@@ -284,14 +298,14 @@ class ChunkScheduler:
         self.prefixes.forget(name)
         self._work.fetches = [fetch for fetch in self._work.fetches if fetch.request_id != name]
         self._work.released.append(name)
-        self._fall_back(name, Fallback.ERROR)
+        self._reports.fall_back(name, Fallback.ERROR)
 
     def _serve_plainly(self, request: ChunkRequest, local: int, reason: Fallback) -> int:
         """Serve a request with chunks as plain vLLM would: the worker loads 0 tokens."""
         del self._requests[request.request_id]
         if request.has_fetched:
             self._work.released.append(request.request_id)
-        self._fall_back(request.request_id, reason)
+        self._reports.fall_back(request.request_id, reason)
         if self._mirror.off_reason is not None:  # then no chunk was looked up
             return 0
         looked_for = {digest: len(span) for span, digest in request.chunks_from(local)}
@@ -299,8 +313,3 @@ class ChunkScheduler:
         if request.request_id in self._reports:
             self._reports.add(request.request_id, chunks=plain_chunks(request, local, self._mirror, reason))
         return 0
-
-    def _fall_back(self, request_id: str, reason: Fallback) -> None:
-        self._reports.add(request_id, fallback_reason=reason.value)
-        self.stats.count("fallbacks", reason)
-        self.stats.count("requests", "plain")

@@ -59,11 +59,10 @@ class WaitingRoom:
                 return None
             # It may still have to wait for a step with room, and for blocks.
             if not self._admission.still_lacks_room(request, local):
-                if (
-                    not is_alone
-                    and not request.begins_inside(local)
-                    and self._admission.choice_is_long(request, local)
-                ):
+                may_be_slow = is_alone or request.begins_inside(local)
+                if not may_be_slow and self._is_too_long(request, local):
+                    if self._config.miss_policy == "fill-first" and request.adapter is not None:
+                        self._backlog.add(self._missing(request, local))  # its adapter is active while it is answered
                     return Fallback.SLOWER
                 if self._admission.has_room(request, local):
                     return external
@@ -107,10 +106,17 @@ class WaitingRoom:
         request.is_worth_it = self._admission.is_faster(request, local)
         return request.is_worth_it
 
+    def _is_too_long(self, request: ChunkRequest, local: int) -> bool:
+        """Whether loading a request would keep all other requests waiting for too long. Requests with an adapter are
+        not loaded in slices: their adapter may not be active in the steps before their own."""
+        is_at_once = request.adapter is not None and self._admission.exceeds_step(request, local)
+        return is_at_once or self._admission.choice_is_long(request, local)
+
     def _is_being_filled(self, request: ChunkRequest, local: int) -> bool:
         """Whether a request whose chunks are filled first waits until they are filled in the background. It does if
-        they are more than a step has room for: filling them at once would keep all other requests waiting."""
-        if self._config.miss_policy != "fill-first":
+        they are more than a step has room for: filling them at once would keep all other requests waiting. A request
+        with an adapter does not, because its adapter may not be active while it waits."""
+        if self._config.miss_policy != "fill-first" or request.adapter is not None:
             return False
         if request.lacking is None:
             every = list(self._missing(request, local))
@@ -129,4 +135,5 @@ class WaitingRoom:
         longest = self._shape.max_positions - len(request.context)
         for span, digest in request.chunks_from(local):
             if len(span) <= longest and not self._mirror.has(digest):
-                yield WaitingChunk(request.request_id, digest, request.prompt.tokens_of(span), request.context)
+                tokens = request.prompt.tokens_of(span)
+                yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter)

@@ -18,6 +18,7 @@ CountName = Literal[
     "write_errors",
     "errors",
     "dropped_writes",
+    "dropped_fills",
 ]
 LevelName = Literal["tier_bytes", "tier_entries"]
 FailingStage = Literal[
@@ -68,6 +69,7 @@ COUNTS: dict[CountName, Labelled] = {
         get_args(FailingStage),
     ),
     "dropped_writes": Labelled("Entries not written to the slower tiers, because too many were waiting."),
+    "dropped_fills": Labelled("Missing chunks of LoRA adapters that were not filled, because no request used them."),
 }
 # No values: a tier that is not configured has no level, not a level of zero.
 LEVELS: dict[LevelName, Labelled] = {

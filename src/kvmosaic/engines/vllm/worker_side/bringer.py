@@ -172,4 +172,4 @@ class Bringer:
                 fitting[segment.key] = tokens
             else:
                 logger.warning("a chunk of %d tokens is computed as ordinary text: no room to fill it", len(tokens))
-        return self._filler.fill(fitting, missing[0].context, blocks) if fitting else {}
+        return self._filler.fill(fitting, missing[0].context, blocks, load.adapter) if fitting else {}

@@ -12,11 +12,12 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.engines.chunk_cache import KV, ChunkCache
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
-from kvmosaic.engines.vllm.messages import ChunkFill, FillSlice
+from kvmosaic.engines.vllm.messages import Adapter, ChunkFill, FillSlice, adapter_id
 from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class ChunkFiller:
         ranks: Ranks,
         timer: StageTimer,
         stats: ChunkStats,
+        adapters: LoadedAdapters,
         sink: ChunkKV | None = None,
     ) -> None:
         """``sink``: the learned sink that all chunks are filled after, if there is one."""
@@ -54,15 +56,20 @@ class ChunkFiller:
         self._ranks = ranks
         self._timer = timer
         self._stats = stats
+        self._adapters = adapters
 
     def fill(
-        self, chunks: Mapping[ChunkKey, Sequence[int]], context: Sequence[int], blocks: Sequence[Sequence[int]]
+        self,
+        chunks: Mapping[ChunkKey, Sequence[int]],
+        context: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        adapter: Adapter | None = None,
     ) -> dict[ChunkKey, ChunkKV]:
         """Compute the entries of ``chunks`` after ``context``, in ``blocks`` with room for any one of them, and store
-        them."""
+        them. ``adapter``: the adapter that they are computed with, which can be used."""
         once, each = (0, 0) if self._sink is not None else self._shape.fill_shares(len(context))
         with self._timer.stage("fill", once + sum(each + len(tokens) for tokens in chunks.values())):
-            computed = self._paged.fill(context, list(chunks.values()), blocks, self._sink)
+            computed = self._paged.fill(context, list(chunks.values()), blocks, self._sink, adapter_id(adapter))
             entries = {
                 key: self._stored(key, tokens, context, kv)
                 for (key, tokens), kv in zip(chunks.items(), computed, strict=True)
@@ -71,30 +78,37 @@ class ChunkFiller:
         return entries
 
     def forget(self) -> None:
-        """Discard a chunk that is partly filled, because weights have changed."""
+        """Discard a chunk that is partly filled, because its weights have changed."""
         self._half_filled = None
 
     def fill_in_background(self, fills: Sequence[ChunkFill], part: FillSlice | None) -> None:
-        """Fill missing chunks, and a part of one that takes several steps."""
-        if part is not None and not self._ranks.together(
+        """Fill missing chunks, and a part of one that takes several steps. Those of adapters that have changed since
+        this was planned are dropped."""
+        if part is not None and not self._adapters.can_use(part.adapter):
+            self.forget()
+            if part.is_last:
+                self._stats.count_alike("dropped_fills", "")
+        elif part is not None and not self._ranks.together(
             partial(self._fill_slice, part), "filling a part of a chunk"
         ):
-            self._half_filled = None
+            self.forget()
             self._stats.failed("fill")
         for fill in fills:
-            if self._ranks.together(partial(self._fill_one, fill), "filling chunks in the background") is None:
+            if not self._adapters.can_use(fill.adapter):
+                self._stats.count_alike("dropped_fills", "", len(fill.chunks))
+            elif self._ranks.together(partial(self._fill_one, fill), "filling chunks in the background") is None:
                 self._stats.failed("fill")
 
     def _fill_one(self, fill: ChunkFill) -> dict[ChunkKey, ChunkKV]:
         chunks = {self._cache.key_of_hash(digest, len(tokens)): tokens for digest, tokens in fill.chunks}
-        return self.fill(chunks, fill.context, fill.blocks)
+        return self.fill(chunks, fill.context, fill.blocks, fill.adapter)
 
     def _fill_slice(self, part: FillSlice) -> bool:
         """Compute a part of a chunk, and store the chunk after its last part. Always returns true: it was done."""
         placed = len(self._sink.tokens) if self._sink is not None else 0
         if self._sink is not None and part.start == placed:
             self._paged.place([(self._sink, 0)], part.blocks, 0)
-        run = Run(part.tokens, part.start, part.blocks)
+        run = Run(part.tokens, part.start, part.blocks, adapter_id(part.adapter))
         first = max(part.start, part.context_tokens)
         captures = not self._paged.can_read and run.end > first
         with self._timer.stage("fill", len(part.tokens)):

@@ -13,10 +13,11 @@ from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.results import Fallback, joined
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run, runs_of
-from kvmosaic.engines.vllm.messages import ChunkLoad
+from kvmosaic.engines.vllm.messages import ChunkLoad, adapter_id
 from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
 from kvmosaic.engines.vllm.worker_side.blender import Blender
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer, Brought, Segment
 from kvmosaic.engines.vllm.worker_side.slices import Slices
@@ -43,6 +44,7 @@ class ChunkLoader:
         ranks: Ranks,
         bringer: Bringer,
         blender: Blender,
+        adapters: LoadedAdapters,
         *,
         timer: StageTimer,
         stats: ChunkStats,
@@ -52,6 +54,7 @@ class ChunkLoader:
         self._ranks = ranks
         self._bringer = bringer
         self._blender = blender
+        self._adapters = adapters
         self._timer = timer
         self._stats = stats
         self.slices = Slices()
@@ -74,6 +77,9 @@ class ChunkLoader:
     def _assemble(self, load: ChunkLoad, before: list[_Due], slice_tokens: int) -> list[_Due]:
         """Place the stored entries of a request. Returns the tokens that are still to be computed, of this request
         and of those ``before`` it in the step."""
+        if not self._adapters.can_use(load.adapter):
+            # Other weights were loaded since the request was planned. Its chunks are those of the old ones.
+            return [*before, self._whole(load, Fallback.LORA, slice_tokens)]
         with ExitStack() as pins:
             brought = self._bringer.bring(load, pins)
             if brought is None:
@@ -149,7 +155,9 @@ class ChunkLoader:
         return load.start
 
     def _compute(self, due: Sequence[_Due]) -> None:
-        """Compute all tokens that are due in one go."""
+        """Compute all tokens that are due in one go. Requests with different adapters never share blocks, so they may
+        be computed in any order; requests with the same adapter share passes."""
+        due = sorted(due, key=lambda each: each.runs[0].adapter_id if each.runs else 0)
         runs: list[Run] = []
         ranges: list[RunRange] = []
         segments: list[Segment] = []
@@ -195,4 +203,4 @@ class ChunkLoader:
 
 
 def _runs(load: ChunkLoad, wanted: np.ndarray) -> list[Run]:
-    return runs_of(wanted, load.prompt.token_ids, load.blocks)
+    return runs_of(wanted, load.prompt.token_ids, load.blocks, adapter_id(load.adapter))

@@ -11,7 +11,7 @@ from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import Observer, SparseForward
-from kvmosaic.engines.vllm.messages import ChunkLoad
+from kvmosaic.engines.vllm.messages import ChunkLoad, adapter_id
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.kernels.scores import attention_weights
 
@@ -40,6 +40,7 @@ class VllmProbe(AssembledPrompt):
         """Block ids, per KV cache group. They also cover the part of the question that is probed; blocks below
         ``start`` are not written to."""
         self._start = load.start
+        self._adapter_id = adapter_id(load.adapter)
         self._moves = moves
         self._forward = forward
         self._paged = paged
@@ -109,4 +110,4 @@ class VllmProbe(AssembledPrompt):
         return max(self.prompt.chunks[0].start, self._start)
 
     def _run(self, start: int, end: int) -> Run:
-        return Run(self.prompt.token_ids[start:end], start, self._blocks)
+        return Run(self.prompt.token_ids[start:end], start, self._blocks, self._adapter_id)

@@ -28,6 +28,7 @@ from kvmosaic.engines.vllm.paged.layout_probe import BlockReader
 from kvmosaic.engines.vllm.setup import EngineSetup
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
 from kvmosaic.engines.vllm.worker_side.blender import Blender
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer
 from kvmosaic.engines.vllm.worker_side.documents import StoredDocuments
@@ -38,7 +39,7 @@ from kvmosaic.engines.vllm.worker_side.names import EntryNames
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from kvmosaic.engines.vllm.worker_side.sink import sink_entry
-from kvmosaic.engines.vllm.worker_side.tiers import tiers_in_words
+from kvmosaic.engines.vllm.worker_side.tiers import say_what_is_on
 from kvmosaic.engines.vllm.worker_side.weights import EngineWeights
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -104,7 +105,10 @@ class WorkerSide:
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
         self.fetcher = ChunkFetcher(self.cache.store)
         self.documents = StoredDocuments(self.cache, self.fetcher)
-        self._filler = ChunkFiller(self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, sink)
+        self.adapters = LoadedAdapters(runner, self.ranks)
+        self._filler = ChunkFiller(
+            self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, self.adapters, sink
+        )
         bringer = Bringer(
             self.cache,
             self.fetcher,
@@ -116,7 +120,14 @@ class WorkerSide:
             stats=self.stats,
         )
         self.loader = ChunkLoader(
-            self.cache, self.paged, self.ranks, bringer, self.blender, timer=self.timer, stats=self.stats
+            self.cache,
+            self.paged,
+            self.ranks,
+            bringer,
+            self.blender,
+            self.adapters,
+            timer=self.timer,
+            stats=self.stats,
         )
         self.prefixes = PrefixLoader(self.cache, self.fetcher, self.paged, self.ranks, self.timer, self.stats)
         self._counted = self.cache.store.event_counts()
@@ -136,11 +147,14 @@ class WorkerSide:
                 self.ranks,
                 is_sink_placed=sink is not None,
             )
-        if self.ranks.rank == 0:
-            self._say_what_is_on(device_pool)
+        if self.off_reason is not None and self.ranks.rank == 0:
+            logger.error(OFF, self.off_reason)
+        elif self.ranks.rank == 0:
+            say_what_is_on(self._model, self.names.config, self.cache.store, device_pool, self.paged)
 
     def step(self, work: StepWork) -> None:
         """Do what the scheduler planned for a step, before the step's own forward."""
+        self.adapters.look()  # vLLM has loaded those of the step by now
         if work.is_empty and not self.loader.slices:
             return
         if self.names.have_changed():
@@ -206,10 +220,11 @@ class WorkerSide:
         # Fetches come first: a report that says that a fetch is over has to include the entries that it brought.
         self._fetched |= self.fetcher.take_finished()
         recomputed, self.loader.recomputed = self.loader.recomputed, {}
+        adapters = self.adapters.take_news()
         try:
             is_all, changes = self._tells_all, self.cache.take_changes()
             has_measured = self.timer.take_news()
-            if not (is_all or changes or self._fetched or has_measured or recomputed):
+            if not (is_all or changes or self._fetched or has_measured or recomputed or adapters):
                 return None
             if is_all:
                 changes = dict(self.cache.present())
@@ -236,6 +251,7 @@ class WorkerSide:
                     weights_digest=self.weights.digest,
                     tiers=self.names.tiers,
                     recomputed=recomputed if self.ranks.rank == 0 else {},
+                    adapters=adapters,
                     is_all=is_all,
                 )
             ]
@@ -283,14 +299,3 @@ class WorkerSide:
             kv_format=kv_format,
             device_pool=device_pool,
         )
-
-    def _say_what_is_on(self, device_pool: torch.Tensor | None) -> None:
-        if self.off_reason is not None:
-            logger.error(OFF, self.off_reason)
-            return
-        config = self.names.config
-        tiers = tiers_in_words(config, self.cache.store, 0 if device_pool is None else device_pool.nbytes)
-        writer = "kvmosaic's kernel" if isinstance(self.paged, KernelBlocks) else "the backend's writer"
-        logger.info("chunk cache on for %s: %s; chunks placed by %s", self._model.served_model_name, tiers, writer)
-        if config.prefix_blocks and not self.paged.can_read:
-            logger.warning("prefix_blocks: no prefix is stored, as this attention backend's cache cannot be read")

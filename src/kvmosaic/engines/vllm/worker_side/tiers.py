@@ -1,14 +1,35 @@
-"""The tiers of an engine, for the line that it logs when it starts."""
+"""The line that an engine logs when it starts: what is on, with which tiers."""
+
+import logging
+from typing import Any
+
+import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.vllm.paged.base import RequestBlocks
+from kvmosaic.engines.vllm.paged.by_kernel import KernelBlocks
 from kvmosaic.store import ChunkStorageManager
 
+logger = logging.getLogger(f"vllm.{__name__}")
+"""A child of vLLM's logger, so that it inherits prefix, level and handlers."""
 
-def tiers_in_words(config: ChunkCacheConfig, store: ChunkStorageManager, device_bytes: int) -> str:
-    """Each tier that is in use, and its size."""
+
+def say_what_is_on(
+    model: Any,
+    config: ChunkCacheConfig,
+    store: ChunkStorageManager,
+    device_pool: torch.Tensor | None,
+    blocks: RequestBlocks,
+) -> None:
+    """Log for which ``model`` (vLLM's ``ModelConfig``) the cache is on, each tier that is in use and its size, and
+    how entries get into ``blocks``."""
+    device_bytes = 0 if device_pool is None else device_pool.nbytes
     budgets = {"device": device_bytes, "host": config.host_memory, "disk": config.disk_budget}
     held = store.held()  # a disk that cannot be used has no tier
     tiers = [f"{name} {size / 2**30:.1f} GiB" for name, size in budgets.items() if name in held]
     if config.remote:
         tiers.append(f"remote {config.remote}{' head by head' if config.per_head_storage else ''}")
-    return ", ".join(tiers)
+    writer = "kvmosaic's kernel" if isinstance(blocks, KernelBlocks) else "the backend's writer"
+    logger.info("chunk cache on for %s: %s; chunks placed by %s", model.served_model_name, ", ".join(tiers), writer)
+    if config.prefix_blocks and not blocks.can_read:
+        logger.warning("prefix_blocks: no prefix is stored, as this attention backend's cache cannot be read")
