@@ -65,3 +65,11 @@ def test_text_that_is_too_short_for_a_run_is_not_cut():
     begin = len(short) + 1
     assert edges[:2] == [0, begin]
     assert edges[-2:] == [begin + len(long), begin + len(long) + 1 + len(short)]
+
+
+@given(TEXTS, TEXTS, TEXTS)
+def test_cuts_before_a_marker_do_not_depend_on_the_text_behind_it(before, one, other):
+    """A conversation goes on behind markers."""
+    beginning = [*before, MARKER]
+    cuts = [[edge for edge in cut([*beginning, *rest, 5])[0] if edge < len(beginning)] for rest in (one, other)]
+    assert cuts[0] == cuts[1]
