@@ -1,5 +1,6 @@
 """Where prompts are cut: the same text has the same cuts wherever it stands, and nobody can have more made."""
 
+import random
 from itertools import pairwise
 
 import numpy as np
@@ -65,3 +66,12 @@ def test_text_that_is_too_short_for_a_run_is_not_cut():
     begin = len(short) + 1
     assert edges[:2] == [0, begin]
     assert edges[-2:] == [begin + len(long), begin + len(long) + 1 + len(short)]
+
+
+def test_cuts_before_a_marker_do_not_depend_on_the_text_behind_it():
+    """A conversation goes on behind markers."""
+    for _ in range(50):
+        beginning = [*(random.randrange(10, 60_000) for _ in range(100)), MARKER]
+        rests = [[random.randrange(10, 60_000) for _ in range(length)] for length in (0, 9, 100)]
+        cuts = [[edge for edge in cut([*beginning, *rest, 5])[0] if edge < len(beginning)] for rest in rests]
+        assert cuts[0] == cuts[1] == cuts[2]

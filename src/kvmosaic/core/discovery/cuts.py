@@ -52,15 +52,14 @@ class Cutter:
         left to prefill. Text between these that is too short for a run becomes part of the barrier. This bounds the
         number of segments to about a fifth of the number of tokens, whatever clients send."""
         regions = self._regions(tokens, covered)
-        is_cut = _is_chosen(tokens)
         edges = [np.zeros(1, np.int64)]
         flags = [np.zeros(0, np.bool_)]
         end = 0
-        for start, stop in regions:
+        for (start, stop), is_cut in zip(regions, _chosen(tokens, regions), strict=True):
             if start > end:
                 edges.append(np.array([start]))
                 flags.append(np.ones(1, np.bool_))
-            inner = np.flatnonzero(is_cut[start + 1 : stop]) + start + 1
+            inner = np.flatnonzero(is_cut[1:]) + start + 1
             inside = _bounded(np.concatenate((inner, [stop])), start)
             edges.append(inside)
             flags.append(np.zeros(len(inside), np.bool_))
@@ -82,21 +81,27 @@ class Cutter:
         return list(zip(starts[long].tolist(), stops[long].tolist(), strict=True))
 
 
-def _is_chosen(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Whether a segment begins at each token: if the hash of the token and its predecessor is less than the hashes of
-    its neighbours. The hash is not secret, because engines that share a store should find the same runs. Clients that
-    choose tokens can neither increase the number of cuts beyond the limit nor place them where they are expensive."""
+def _chosen(tokens: npt.NDArray[np.int64], regions: Sequence[tuple[int, int]]) -> list[npt.NDArray[np.bool_]]:
+    """For each region, whether a segment begins at each of its tokens: if the hash of the token and its predecessor
+    is less than the hashes of its neighbours. Neighbours behind a region's border do not count: a conversation that
+    continues must have the same cuts before the border. The hash is not secret, because engines that share a store
+    should find the same runs. Clients that choose tokens can neither increase the number of cuts beyond the limit nor
+    place them where they are expensive."""
     values = tokens.astype(np.uint64) * _SECOND
     values[1:] += tokens[:-1].astype(np.uint64) * _FIRST
     values ^= values >> _SHIFT
     values *= _MIX
     short = (values >> _SHIFT).astype(np.uint32)
-    padded = np.full(len(short) + 2 * REACH, _MOST, np.uint32)
-    padded[REACH : REACH + len(short)] = short
-    least = padded[: len(padded) - REACH + 1].copy()  # minimum of the REACH hashes from each index on
+    starts = np.array([0, *(stop - start + REACH for start, stop in regions)]).cumsum().tolist()
+    apart = np.full(starts[-1] + REACH, _MOST, np.uint32)  # all regions, with borders between them
+    for at, (start, stop) in zip(starts, regions, strict=False):
+        apart[REACH + at : REACH + at + stop - start] = short[start:stop]
+    least = apart[: len(apart) - REACH + 1].copy()  # minimum of the REACH hashes from each index on
     for shift in range(1, REACH):
-        np.minimum(least, padded[shift : shift + len(least)], out=least)
-    return (short < least[: len(short)]) & (short < least[REACH + 1 :])
+        np.minimum(least, apart[shift : shift + len(least)], out=least)
+    hashes = apart[REACH : len(apart) - REACH]
+    is_chosen = (hashes < least[: len(hashes)]) & (hashes < least[REACH + 1 :])
+    return [is_chosen[at : at + stop - start] for at, (start, stop) in zip(starts, regions, strict=False)]
 
 
 def _bounded(ends: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.int64]:
