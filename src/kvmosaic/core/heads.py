@@ -8,6 +8,8 @@ from kvmosaic.core.errors import ConfigError
 ALL_HEADS = "all"
 KEY_PART = re.compile(r"all|(\d{1,5})-(\d{1,5})of(\d{1,5})(?:L(\d{1,5})-(\d{1,5})(?:by(\d{1,5}))?)?", re.ASCII)
 """The part of a key that names heads. Five digits at most: no key in a store may stand for a billion heads."""
+MOST_PARTS = 10**5
+"""Maximum number of parts that a parsed key may stand for."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,10 @@ class HeadRange:
         together = None if found[6] is None else int(found[6])
         heads = replace(cls(*map(int, found.groups()[:5])), together=together)
         in_order = heads.first <= heads.last < heads.total and heads.first_layer <= heads.last_layer
-        is_cut = together is None or 0 < together < heads.layers
-        return heads if in_order and is_cut and str(heads) == text else None
+        if not in_order or str(heads) != text:
+            return None
+        is_cut = together is None or (0 < together < heads.layers and heads.num_parts <= MOST_PARTS)
+        return heads if is_cut else None
 
     @property
     def count(self) -> int:
@@ -59,6 +63,10 @@ class HeadRange:
         # All layers together have one name.
         together = None if together is None or together >= self.layers else together
         return replace(self, together=together)
+
+    @property
+    def num_parts(self) -> int:
+        return self.count * -(-self.layers // (self.together or self.layers))
 
     @property
     def layer_spans(self) -> list[tuple[int, int]]:
@@ -94,8 +102,8 @@ class HeadShare:
             raise ValueError(f"{heads} KV heads cannot be spread evenly over {ranks} ranks")
         count, replicas = max(1, heads // ranks), max(1, ranks // heads)
         first = rank // replicas * count
-        last = first + count - 1, first_layer + layers - 1
-        return cls(HeadRange(first, last[0], heads, first_layer, last[1]), rank % replicas, replicas)
+        own = HeadRange(first, first + count - 1, heads, first_layer, first_layer + layers - 1)
+        return cls(own, rank % replicas, replicas)
 
     @property
     def together(self) -> str:

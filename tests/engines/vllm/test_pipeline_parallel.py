@@ -56,8 +56,9 @@ def model(tmp_path_factory):
 def two(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PP_LAYER_PARTITION", f"{SPLIT},{LAYERS - SPLIT}")
-        with EngineApart(model, stages=2, **SETTINGS) as engine:
-            yield engine
+        started = EngineApart(model, stages=2, **SETTINGS)
+    with started as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -193,11 +193,8 @@ def _pipeline_parallel(layers: int, stages: int) -> Row:
         advice = f"{layers} layers do not split over {stages} stages; use {layers} at most"
         return Row("pipeline parallel", "fail", f"{layers} layers, {stages} stages", advice)
     fewest, more = divmod(layers, stages)
-    return Row(
-        "pipeline parallel",
-        "ok",
-        f"{stages} stages with {f'{fewest} or {fewest + 1}' if more else fewest} layers each",
-    )
+    each = f"{fewest} or {fewest + 1}" if more else str(fewest)
+    return Row("pipeline parallel", "ok", f"{stages} stages with {each} layers each")
 
 
 def _positions(config: Any, text: Any) -> Row:

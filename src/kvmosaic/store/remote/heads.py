@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -28,12 +29,9 @@ def values_of(entry: ChunkKV, seal: Seal) -> list[Callable[[], list[memoryview]]
         raise RefusedError(
             f"an entry of {entry.format.heads} heads and {entry.format.layers} layers does not match its key, {heads}"
         )
-    first = heads.first_layer
-    encodings = [Encoding(entry.of_layers(*(layer - first for layer in span)), seal) for span in heads.layer_spans]
-    return [
-        partial(encodings[index % len(encodings)].value, key, head := index // len(encodings), head + 1)
-        for index, key in enumerate(part_keys(entry.key))
-    ]
+    encodings = [Encoding(entry.of_layers(*span), seal) for span in own_spans(heads)]
+    parts = zip(product(range(heads.count), encodings), part_keys(entry.key), strict=True)
+    return [partial(encoding.value, key, head, head + 1) for (head, encoding), key in parts]
 
 
 def join(key: ChunkKey, parts: Sequence[DecodedEntry], block: Bytes | None) -> ChunkKV:
@@ -42,19 +40,23 @@ def join(key: ChunkKey, parts: Sequence[DecodedEntry], block: Bytes | None) -> C
     heads, first = HeadRange.parse(key.heads), parts[0]
     if heads is None:
         return first.entry(key, first.kv, first.format)
-    spans = heads.layer_spans
+    spans = own_spans(heads)
     whole = _whole_format([part.format for part in parts[: len(spans)]], heads)
+    expected = [replace(whole.of_layers(*span), heads=1) for span in spans] * heads.count
     owner = first.tokens.tobytes(), first.context.tobytes()
     if any((part.tokens.tobytes(), part.context.tobytes()) != owner for part in parts):
         raise CorruptEntryError("its values are of different entries")
-    for index, part in enumerate(parts):
-        layers = (layer - heads.first_layer for layer in spans[index % len(spans)])
-        if part.format != replace(whole.of_layers(*layers), heads=1):
-            raise CorruptEntryError(f"{part.format} is no part of {heads}")
+    if [part.format for part in parts] != expected:
+        raise CorruptEntryError(f"its values are no parts of {heads}")
     if block is None or not _are_neighbours(parts, block):
         block = POOL.take(sum(part.kv.nbytes for part in parts))
         np.concatenate([part.kv.reshape(-1) for part in parts], out=block)
     return first.entry(key, block.reshape(heads.count, -1), whole)
+
+
+def own_spans(heads: HeadRange) -> list[tuple[int, int]]:
+    """First and last layer of each part that is stored together, numbered in the entry."""
+    return [(first - heads.first_layer, last - heads.first_layer) for first, last in heads.layer_spans]
 
 
 def _whole_format(formats: Sequence[KVFormat], heads: HeadRange) -> KVFormat:

@@ -12,6 +12,7 @@ from kvmosaic.store.base import CorruptEntryError
 from kvmosaic.store.codec import DecodedEntry, decode, max_header_bytes
 from kvmosaic.store.header import MOST_CONTEXT_BYTES
 from kvmosaic.store.memory import POOL, Bytes
+from kvmosaic.store.remote.heads import own_spans
 from kvmosaic.store.remote.keys import part_keys
 from kvmosaic.store.seal import EntryCheck
 
@@ -36,8 +37,7 @@ class IncomingEntry:
         heads = HeadRange.parse(key.heads)
         self._checks = [check]
         if heads is not None:
-            spans = [(first - heads.first_layer, last - heads.first_layer) for first, last in heads.layer_spans]
-            self._checks = [check.of_part(*span) for span in spans] * heads.count
+            self._checks = [check.of_part(*span) for span in own_spans(heads)] * heads.count
         self.num_values = len(self._keys)
         self._values: dict[int, list[Bytes]] = {}
         self._refused_bytes = 0
