@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as event_hash
-from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 __all__ = [
     "HIDDEN",
@@ -23,8 +23,8 @@ __all__ = [
     "count_cached_tokens",
     "do_before_forward",
     "event_hash",
+    "hashes_of_blocks",
     "hide_events",
-    "resolve_block_hashes",
     "set_block_hasher",
     "take_parameters",
 ]
@@ -116,6 +116,13 @@ class FreeBlocks:
             return is_reset
 
         self._pool.reset_prefix_cache = reset_prefix_cache
+
+
+def hashes_of_blocks(hashes: list[Any], hash_block_size: int, block_size: int) -> Any:
+    """A sequence of the hashes of blocks of ``block_size`` tokens, from those of ``hash_block_size`` tokens."""
+    return (
+        hashes if block_size == hash_block_size else BlockHashListWithBlockSize(hashes, hash_block_size, block_size)
+    )
 
 
 def block_hasher(request: Any) -> Callable[[Any], list[Any]] | None:

@@ -15,7 +15,7 @@ from kvmosaic.engines.vllm.compat.scheduling import (
     BlockStored,
     KVCacheEvent,
     event_hash,
-    resolve_block_hashes,
+    hashes_of_blocks,
 )
 from kvmosaic.engines.vllm.shape import EngineShape
 
@@ -78,7 +78,7 @@ class PrefixEvents:
         if digest in self._announced or digest in self._expected:
             return
         first, end = start // self._block_size, (start + self._segment) // self._block_size
-        blocks = resolve_block_hashes(hashes, self._hash_block_size, self._block_size)
+        blocks = hashes_of_blocks(hashes, self._hash_block_size, self._block_size)
         if len(blocks) < end:
             return
         before = event_hash(blocks[first - 1]) if first else None
