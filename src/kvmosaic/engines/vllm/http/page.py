@@ -79,18 +79,19 @@ class PageApp:
         match request.scope["path"].rpartition("/")[2]:
             case "requests":
                 latest = await asyncio.to_thread(self._requests, request.query_params.get("seen", ""))
-                return JSONResponse(latest, headers=HEADERS)
+                return Response(latest, headers=HEADERS, media_type="application/json")
             case "stats":
                 stats = await asyncio.to_thread(server_statistics, self._config, self._engine)
                 return JSONResponse(stats, headers=HEADERS)
         return HTMLResponse(live_page(), headers=HEADERS | {"Content-Security-Policy": content_policy()})
 
-    def _requests(self, seen: str) -> dict[str, Any]:
+    def _requests(self, seen: str) -> bytes:
         process = self._recent.process
         known = dict(each.partition(".")[::2] for each in seen[: 32 * MAX_SEEN].split(",")[:MAX_SEEN])
         number = known.get(process, "")
         after = int(number) if number.isascii() and number.isdigit() else 0
-        return {"process": process, "requests": self._recent.after(after, self._decoder())}
+        latest = self._recent.after(after, self._decoder())
+        return b'{"process":"%s","requests":%s}' % (process.encode(), latest)
 
     def _decoder(self) -> Callable[[list[int]], str] | None:
         """What turns tokens into text, if text may be shown. Loading the tokenizer takes a second, once. Without one
