@@ -23,8 +23,8 @@ def server_statistics(config: ChunkCacheConfig, engine: ServedEngine) -> dict[st
             name, label = _COUNTS[sample]
             counts[name][labels.get(label, "")] += int(value)
         elif sample in _LEVELS:
-            name, label = _LEVELS[sample]
-            tiers.setdefault(labels[label], Counter())[name] += int(value)
+            what, label = _LEVELS[sample]
+            tiers.setdefault(labels[label], Counter())[what] += int(value)
         elif sample == "vllm:prompt_tokens_total":
             tokens["prompt"] += int(value)
         elif sample == "vllm:prompt_tokens_by_source_total" and labels.get("source") == "local_cache_hit":
