@@ -33,7 +33,7 @@ def session_page(model: str, compared: Sequence[Compared], held: Mapping[str, tu
         "counts": {"chunk_hits": hits, "chunk_misses": misses, "tokens": tokens},
         "tiers": {tier: {"entries": entries, "bytes": nbytes} for tier, (entries, nbytes) in held.items()},
         "prompt_tokens": sum(item.ours.prompt_tokens for item in compared),
-        "cached_tokens": tokens["reused"],
+        "prefix_tokens": 0,
         "has_statistics": True,
     }
     return file_page(f"kvmosaic demo: {model}", stats, [_fields(item) for item in compared])

@@ -51,7 +51,7 @@ STATS = {
     },
     "tiers": {"device": {"bytes": 2**30, "entries": 3}, "host": {"bytes": 2**20, "entries": 1, "budget": 2**21}},
     "prompt_tokens": 1000,
-    "cached_tokens": 600,
+    "prefix_tokens": 60,
     "has_statistics": True,
 }
 

@@ -9,7 +9,6 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tests.browser import browsing
 from tests.engines.vllm.archive import DOCUMENTS, QUESTION, system_prompt, user
 from tests.engines.vllm.server import serving
 
@@ -103,28 +102,10 @@ def test_numbers_are_those_of_the_metrics(url):
     assert stats["counts"]["tokens"]["recomputed"] > 0
     assert stats["tiers"]["host"]["bytes"] > 0
     assert stats["tiers"]["host"]["budget"] == 2 * 2**30
-    assert stats["prompt_tokens"] >= stats["cached_tokens"] > 0
+    assert stats["prompt_tokens"] > stats["counts"]["tokens"]["reused"] + stats["prefix_tokens"]
 
 
 def test_nobody_gets_in_without_the_key(url):
     for path in ("", "requests", "stats"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{url}/kvmosaic/{path}", timeout=60)
-
-
-@pytest.mark.long
-def test_the_page_in_a_browser_is_live(url, tmp_path):
-    ask(url, DOCUMENTS)
-    with browsing(tmp_path / "browser") as browser:
-        browser.size(1240, 1100)
-        browser.open(url.replace("//", f"//me:{KEY.replace(' ', '%20')}@") + "/kvmosaic/")
-        rows = browser.wait_for("document.querySelectorAll('.row').length")
-        assert browser.value("document.getElementById('state').textContent") == "live"
-        ask(url, list(DOCUMENTS)[::-1])
-        browser.wait_for(f"document.querySelectorAll('.row').length === {rows + 1}")
-        browser.value("document.querySelector('.row button.tile').click()")
-        assert DOCUMENTS[-1][:20] in browser.value("document.querySelector('.row dl').textContent")
-        for scheme in ("light", "dark"):
-            browser.scheme(scheme)
-            browser.screenshot(tmp_path / f"{scheme}.png")  # for people; pytest keeps them for a while
-        assert browser.problems == []

@@ -242,18 +242,21 @@ def test_statistics_of_all_engines_are_added_up(page_client):
     hits = Counter("kvmosaic:chunk_hits", "", ["engine", "tier"])
     tiers = Gauge("kvmosaic:tier_bytes", "", ["engine", "tier"])
     prompts = Counter("vllm:prompt_tokens", "", ["engine"])
+    sources = Counter("vllm:prompt_tokens_by_source", "", ["engine", "source"])
     try:
         for engine in "01":
             hits.labels(engine, "host").inc(3)
             hits.labels(engine, "disk").inc(1)
             tiers.labels(engine, "host").set(500)
             prompts.labels(engine).inc(1000)
+            for source in ("local_cache_hit", "local_compute"):
+                sources.labels(engine, source).inc(70)
         stats = page_client(host_memory="1KiB").get("/kvmosaic/stats", headers=BEARER).json()
     finally:
-        for metric in (hits, tiers, prompts):
+        for metric in (hits, tiers, prompts, sources):
             REGISTRY.unregister(metric)
     assert stats["model"] == "m"
     assert stats["counts"]["chunk_hits"] == {"host": 6, "disk": 2}
     assert stats["tiers"] == {"host": {"bytes": 1000, "budget": 1024}}
-    assert (stats["prompt_tokens"], stats["has_statistics"]) == (2000, True)
+    assert (stats["prompt_tokens"], stats["prefix_tokens"], stats["has_statistics"]) == (2000, 140, True)
     assert page_client().get("/kvmosaic/stats", headers=BEARER).json()["has_statistics"] is False

@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 from kvmosaic.core.admin_key import AdminKey
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.mosaic import content_policy, live_page
-from kvmosaic.engines.vllm.compat.api_server import ServedEngine, metric_samples
+from kvmosaic.engines.vllm.compat.api_server import ServedEngine
 from kvmosaic.engines.vllm.http.recent import RecentRequests
+from kvmosaic.engines.vllm.http.statistics import server_statistics
 from kvmosaic.engines.vllm.setup import load_tokenizer
-from kvmosaic.engines.vllm.telemetry.series import COUNTS, LEVELS, PREFIX
 
 PATHS = frozenset({"/kvmosaic/", "/kvmosaic/requests", "/kvmosaic/stats"})
 """Paths of the page and of its data."""
@@ -78,19 +78,20 @@ class PageApp:
     async def _page(self, request: Request) -> Response:
         match request.scope["path"].rpartition("/")[2]:
             case "requests":
-                return JSONResponse(
-                    await asyncio.to_thread(self._requests, request.query_params.get("seen", "")), headers=HEADERS
-                )
+                latest = await asyncio.to_thread(self._requests, request.query_params.get("seen", ""))
+                return Response(latest, headers=HEADERS, media_type="application/json")
             case "stats":
-                return JSONResponse(await asyncio.to_thread(self._stats), headers=HEADERS)
+                stats = await asyncio.to_thread(server_statistics, self._config, self._engine)
+                return JSONResponse(stats, headers=HEADERS)
         return HTMLResponse(live_page(), headers=HEADERS | {"Content-Security-Policy": content_policy()})
 
-    def _requests(self, seen: str) -> dict[str, Any]:
+    def _requests(self, seen: str) -> bytes:
         process = self._recent.process
         known = dict(each.partition(".")[::2] for each in seen[: 32 * MAX_SEEN].split(",")[:MAX_SEEN])
         number = known.get(process, "")
         after = int(number) if number.isascii() and number.isdigit() else 0
-        return {"process": process, "requests": self._recent.after(after, self._decoder())}
+        latest = self._recent.after(after, self._decoder())
+        return b'{"process":"%s","requests":%s}' % (process.encode(), latest)
 
     def _decoder(self) -> Callable[[list[int]], str] | None:
         """What turns tokens into text, if text may be shown. Loading the tokenizer takes a second, once. Without one
@@ -105,35 +106,3 @@ class PageApp:
                 except Exception:
                     logger.exception("the page shows no texts, as the tokenizer cannot be loaded")
         return None if self._tokenizer is None else self._tokenizer.decode
-
-    def _stats(self) -> dict[str, Any]:
-        """Counters and levels, added up over the engines of this server."""
-        counts: dict[str, dict[str, float]] = {name: {} for name in COUNTS}
-        labels = {f"{PREFIX}{name}_total": (name, spec.label) for name, spec in COUNTS.items()}
-        levels = {f"{PREFIX}{name}": (name, spec.label) for name, spec in LEVELS.items()}
-        tiers: dict[str, dict[str, float]] = {}
-        totals = {"vllm:prompt_tokens_total": 0.0, "vllm:prompt_tokens_cached_total": 0.0}
-        has_statistics = False
-        for sample, labelled, value in metric_samples():
-            if sample in labels:
-                has_statistics = True
-                count, label = labels[sample]
-                sums = counts[count]
-                sums[labelled.get(label, "")] = sums.get(labelled.get(label, ""), 0) + value
-            elif sample in levels:
-                level, label = levels[sample]
-                tier = tiers.setdefault(labelled[label], {})
-                tier[level.removeprefix("tier_")] = tier.get(level.removeprefix("tier_"), 0) + value
-            elif sample in totals:
-                totals[sample] += value
-        for name, budget in (("host", self._config.host_memory), ("disk", self._config.disk_budget)):
-            if name in tiers:
-                tiers[name]["budget"] = budget * self._engine.num_workers
-        return {
-            "model": str(self._engine.model_config.served_model_name or self._engine.model_config.model),
-            "counts": counts,
-            "tiers": tiers,
-            "prompt_tokens": totals["vllm:prompt_tokens_total"],
-            "cached_tokens": totals["vllm:prompt_tokens_cached_total"],
-            "has_statistics": has_statistics,
-        }

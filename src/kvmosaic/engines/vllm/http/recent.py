@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -71,16 +71,16 @@ class RecentRequests:
             }
             self._requests.append(_Request(self._number, msgspec.json.encode(fields), first))
 
-    def after(self, number: int, decode: Callable[[list[int]], str] | None) -> list[dict[str, Any]]:
-        """The remembered requests behind ``number``, in order. With ``decode``, which turns tokens into text, they
-        have the first words of their documents."""
+    def after(self, number: int, decode: Callable[[list[int]], str] | None) -> bytes:
+        """The remembered requests behind ``number``, in order, as a JSON list. With ``decode``, which turns tokens
+        into text, they have the first words of their documents."""
         with self._lock:
             requests = [each for each in self._requests if each.number > number]
-        return [self._shown(each, decode) for each in requests]
+        return b"[%s]" % b",".join(self._shown(each, decode) for each in requests)
 
     @staticmethod
-    def _shown(request: _Request, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
-        fields: dict[str, Any] = msgspec.json.decode(request.fields)
-        if decode is not None and request.first_tokens:
-            fields["texts"] = [decode(list(tokens)) for tokens in request.first_tokens]
-        return fields
+    def _shown(request: _Request, decode: Callable[[list[int]], str] | None) -> bytes:
+        if decode is None or not request.first_tokens:
+            return request.fields
+        texts = msgspec.json.encode([decode(list(tokens)) for tokens in request.first_tokens])
+        return b'%s,"texts":%s}' % (request.fields[:-1], texts)
