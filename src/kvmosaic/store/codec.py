@@ -98,7 +98,7 @@ class DecodedEntry(NamedTuple):
         """The entry of ``key`` with ``kv``, maybe of more heads; raises :class:`CorruptEntryError` if invalid."""
         kv_format = self.format if len(kv) == self.format.heads else replace(self.format, heads=len(kv))
         try:
-            data = torch.from_numpy(kv).view(kv_format.dtype)
+            data = torch.from_numpy(kv).view(kv_format.stored_dtype)
             return ChunkKV(key, _ints(self.tokens), _ints(self.context), kv_format, data, self.kind)
         except ValueError as error:
             raise CorruptEntryError(str(error)) from error

@@ -7,6 +7,7 @@ from typing import Protocol
 import xxhash
 
 from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.store_key import StoreKey
 from kvmosaic.store.memory import Bytes
 
@@ -73,6 +74,10 @@ class EntryCheck:
     seal: Seal = UNKEYED
     format: KVFormat | None = None
     """Format of the engine; ``None`` for a command, which reads entries of all engines and serves none."""
+
+    def of(self, key: ChunkKey) -> "EntryCheck":
+        """The requirements for the entry of ``key``, which says whether it is in 8 bits."""
+        return self if self.format is None else replace(self, format=self.format.of(key))
 
     @property
     def of_one_head(self) -> "EntryCheck":

@@ -32,7 +32,8 @@ class IncomingEntry:
         """Memory for KV, ``[values, bytes]``; set when the first length is known."""
         self.key = key
         self._keys = part_keys(key)
-        self._check = check if HeadRange.parse(key.heads) is None else check.of_one_head
+        own = check.of(key)
+        self._check = own if HeadRange.parse(key.heads) is None else own.of_one_head
         self._longest: int | None = None
         """Maximum bytes of a value, if the format is certain; longer ones are not received."""
         self.num_values = len(self._keys)
@@ -41,7 +42,7 @@ class IncomingEntry:
         self._kv_bytes = 0
         kv_format = self._check.format or seen
         if kv_format is not None:
-            self._kv_bytes = kv_format.heads * kv_format.num_elements(key.num_tokens) * kv_format.dtype.itemsize
+            self._kv_bytes = kv_format.nbytes(key.num_tokens)
         if self._check.format is not None:
             besides = max_header_bytes(self._keys[0], self._check.format) + 4 * key.num_tokens + MOST_CONTEXT_BYTES
             self._longest = self._kv_bytes + besides
