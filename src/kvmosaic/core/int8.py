@@ -9,8 +9,8 @@ SMALLEST_ROW = 1e-30
 """Rows whose largest number is below this are stored as zeros: their scales could not be divided by."""
 SCALE = torch.bfloat16
 """Dtype of scales: it has the range of single precision, so that no row is too large or too small for it."""
-KEPT_BITS = -(2**16)
-"""Mask of the bits of a single precision number that its bfloat16 has."""
+HALF_SCALE = 512.0
+"""Largest scale of rows in half precision: with the next one, they could reach 65532, which is infinite there."""
 TOGETHER = 4
 """Number of tokens that the scales of a layer are padded to a multiple of: with a scale of K and one of V for each
 token, layers then begin at multiples of 16 bytes, as fast copies need them to."""
@@ -18,17 +18,18 @@ token, layers then begin at multiples of 16 bytes, as fast copies need them to."
 
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``rows`` ``[..., dim]`` as int8 numbers of that shape and scales ``[...]``. Each number times its scale is at
-    most half a scale off, and so at most 1/254 of the row's largest number. A row with a number that is not finite
-    has a scale that is not finite, and reads as NaN."""
-    rows = rows.float()
+    most half a scale off, which is 1/253 of the row's largest number (1/127 where half precision ends). A row with a
+    number that is not finite has a scale that is not finite, and reads as NaN."""
+    is_half, rows = rows.dtype == torch.float16, rows.float()
     largest = rows.abs().amax(-1) if rows.shape[-1] else rows.new_zeros(rows.shape[:-1])
     largest = torch.where(largest < SMALLEST_ROW, 0.0, largest)
-    # Rounded down, and before anything is divided by it: rounding a scale then costs nothing, and no row can grow
-    # beyond the largest number of the model's dtype.
-    scales = ((largest / LARGEST).view(torch.int32) & KEPT_BITS).view(torch.float32)
+    # Rounded before anything is divided by it, so that rounding a scale costs nothing.
+    scales = (largest / LARGEST).to(SCALE).float()
     usable = (scales > 0) & scales.isfinite()
+    if is_half:
+        scales = torch.where(usable, scales.clamp(max=HALF_SCALE), scales)
     inverse = torch.where(usable, 1 / scales, 0.0)
-    numbers = torch.floor(rows * inverse[..., None] + 0.5)
+    numbers = torch.floor(rows * inverse[..., None] + 0.5).clamp(-LARGEST, LARGEST)
     return torch.where(usable[..., None], numbers, 0.0).to(torch.int8), scales.to(SCALE)
 
 

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from kvmosaic.core.int8 import KEPT_BITS, LARGEST, SCALE, SMALLEST_ROW, TOGETHER
+from kvmosaic.core.int8 import HALF_SCALE, LARGEST, SCALE, SMALLEST_ROW, TOGETHER
 
 _MOST = tl.constexpr(float(LARGEST))
 _SMALLEST = tl.constexpr(SMALLEST_ROW)
-_BITS = tl.constexpr(KEPT_BITS)
+_HALF_SCALE = tl.constexpr(HALF_SCALE)
 _TOGETHER = tl.constexpr(TOGETHER)
 _SCALE_BYTES = tl.constexpr(2 * SCALE.itemsize)
 """Bytes of a token's scales, of K and of V."""
@@ -170,8 +170,8 @@ def _move_tile(  # type: ignore[no-untyped-def]
             k_scales = entry
             v_scales = entry
         if not INTO_CACHE and INT8:
-            _quantise(slot + column[None, :], k_rows + column[None, :], k_scales, live, column < K_DIM)
-            _quantise(slot + K_DIM + column[None, :], v_rows + column[None, :], v_scales, live, column < V_DIM)
+            _quantise(slot + column[None, :], k_rows + column[None, :], k_scales, live, column < K_DIM, DTYPE)
+            _quantise(slot + K_DIM + column[None, :], v_rows + column[None, :], v_scales, live, column < V_DIM, DTYPE)
         else:
             if PAIRS > 0:
                 turned_rows = v_rows if V_TURNS else k_rows
@@ -230,7 +230,7 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _quantise(slots, rows, scales, live, inside):  # type: ignore[no-untyped-def]
+def _quantise(slots, rows, scales, live, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """``core.int8.quantised`` of whole rows of the cache, into an entry."""
     mask = live[:, None] & inside[None, :]
     values = tl.load(slots, mask=mask, other=0.0).to(tl.float32)
@@ -240,9 +240,12 @@ def _quantise(slots, rows, scales, live, inside):  # type: ignore[no-untyped-def
     # A maximum may ignore NaNs.
     is_finite = tl.min((sizes < float("inf")).to(tl.int32), axis=1) != 0
     largest = tl.where(is_finite, largest, float("inf"))
-    scale = (tl.div_rn(largest, _MOST).to(tl.int32, bitcast=True) & _BITS).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, _MOST).to(tl.bfloat16).to(tl.float32)
     is_usable = is_finite & (scale > 0)
+    if tl.float16 == DTYPE:
+        scale = tl.where(is_usable, tl.minimum(scale, _HALF_SCALE), scale)
     inverse = tl.div_rn(1.0, tl.where(is_usable, scale, 1.0))
     numbers = tl.floor(values * inverse[:, None] + 0.5)
+    numbers = tl.minimum(tl.maximum(numbers, -_MOST), _MOST)
     tl.store(rows, tl.where(is_usable[:, None], numbers, 0.0).to(tl.int8), mask=mask)
     tl.store(scales, scale.to(tl.bfloat16), mask=live)
