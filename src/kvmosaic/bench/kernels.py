@@ -26,8 +26,8 @@ RATIOS, RUNS = (0.05, 0.15), (1, 4, 16, 64)
 
 
 def run(context: int, chunk: int, layers: int, heads: int, group: int, head_dim: int) -> dict[str, Any]:
-    """GB/s (bytes read and written) of moving ``context`` tokens in chunks between entries, in bf16 and in 8 bits, and
-    a paged bf16 cache; TFLOP/s of attention in one layer, with ``group`` query heads per KV head."""
+    """GB/s (bytes read and written) of moving ``context`` tokens in chunks between entries, in bf16 and in 8 bits,
+    and a paged bf16 cache; TFLOP/s of attention in one layer, with ``group`` query heads per KV head."""
     if not torch.cuda.is_available():
         raise ConfigError("this benchmark needs a GPU")
     blocks = random.Random(0).sample(range(2 * context // BLOCK), context // BLOCK)
