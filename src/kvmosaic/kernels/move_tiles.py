@@ -240,7 +240,9 @@ def _quantise(slots, rows, scales, live, inside, DTYPE: tl.constexpr):  # type: 
     # A maximum may ignore NaNs.
     is_finite = tl.min((sizes < float("inf")).to(tl.int32), axis=1) != 0
     largest = tl.where(is_finite, largest, float("inf"))
-    scale = tl.div_rn(largest, _MOST).to(tl.bfloat16).to(tl.float32)
+    # Rounded to bfloat16 by hand: GPUs round to the nearest number, Triton's interpreter does not.
+    bits = tl.div_rn(largest, _MOST).to(tl.int32, bitcast=True)
+    scale = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     is_usable = is_finite & (scale > 0)
     if tl.float16 == DTYPE:
         scale = tl.where(is_usable, tl.minimum(scale, _HALF_SCALE), scale)
