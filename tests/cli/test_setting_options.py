@@ -29,6 +29,7 @@ GIVEN = {
     "client_parameters": ("--client-parameters=policy,report", "policy,report"),
     "admin_shows_text": ("--admin-shows-text", True),
     "chunk_page": ("--chunk-page", True),
+    "entry_dtype": ("--entry-dtype=int8", "int8"),
     "window_tails": ("--no-window-tails", False),
     "self_test": ("--no-self-test", False),
     "chunk_cache_gpu_memory_fraction": ("--chunk-cache-gpu-memory-fraction=0.3", 0.3),

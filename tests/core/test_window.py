@@ -34,8 +34,8 @@ def test_the_tail_is_the_masks_last_blocks(block, window, extra):
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 40), st.integers(1, 60))
-def test_begins_count_what_is_kept(windowed, tail, tokens):
+def test_tails_cut_what_is_longer(windowed, tail, tokens):
     tails = WindowTails(tuple(index for index, cut in enumerate(windowed) if cut), tail)
     kept = [min(tail, tokens) if cut else tokens for cut in windowed]
-    assert tails.begins(len(windowed), tokens) == [sum(kept[:index]) for index in range(len(windowed) + 1)]
+    assert [tails.kept(index, tokens) for index in range(len(windowed))] == kept
     assert tails.cuts(tokens) == (sum(kept) < tokens * len(windowed))

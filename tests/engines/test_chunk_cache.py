@@ -3,7 +3,7 @@
 import torch
 
 from kvmosaic.core.config import load_config
-from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.entry import KVFormat, PackedKV
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.engines.chunk_cache import ChunkCache
 
@@ -23,7 +23,7 @@ def test_nothing_is_stored_while_entries_have_no_names(tmp_path):
     for is_named in (False, True):
         fingerprint = "name" if is_named else None
         key = cache.key(range(5), ())
-        cache.put(key, range(5), (), k, v)
+        cache.put(key, range(5), (), PackedKV.of(k, v, cache.document_format))
         assert cache.store.contains(key) == is_named
         assert (cache.store.lasting([key]) == {key}) == is_named
     cache.close()

@@ -9,9 +9,9 @@ from kvmosaic.engines.self_test import ATTEMPTS, SHIFT, failure, trial_prompts
 class FakeTrial:
     """Right outputs ``[tokens, width]``, with errors of given sizes in what is made of them."""
 
-    def __init__(self, recomputed=0.0, moved=0.0, rounding=0.0):
+    def __init__(self, recomputed=0.0, moved=0.0, rounding=0.0, int8=None):
         self._right = torch.randn(16, 100, generator=torch.Generator().manual_seed(0))
-        self._errors = {"recomputed": recomputed, "moved": moved, "rounding": rounding}
+        self._errors = {"recomputed": recomputed, "moved": moved, "rounding": rounding, "int8": int8}
 
     def _with(self, error):
         noise = torch.randn(self._right.shape, generator=torch.Generator().manual_seed(1))
@@ -22,6 +22,9 @@ class FakeTrial:
 
     def moved(self):
         return self._with("moved")
+
+    def in_8_bits(self):
+        return None if self._errors["int8"] is None else self._with("int8")
 
     def prefill(self, shift):
         return self._with("rounding") if shift else self._right
@@ -51,6 +54,13 @@ def test_the_last_token_counts(dtype):
     right = trial.moved()
     trial.moved = lambda: torch.cat([right[:-1], -right[-1:]])
     assert failure([trial], dtype) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_in_8_bits_may_be_off_by_their_rounding(dtype):
+    assert failure([FakeTrial(int8=0.03)], dtype) is None
+    assert "entry_dtype=auto" in failure([FakeTrial(int8=0.5)], dtype)
+    assert failure([FakeTrial(int8=float("nan"))], dtype) is not None
 
 
 def test_one_prompt_that_goes_well_is_enough():

@@ -126,6 +126,6 @@ def test_rows_come_as_json_and_again_without_work(monkeypatch, capsys, tmp_path,
         ("sink-link(k=2)", 0.3),
         ("all", 1.0),
     ]
-    names = "sink_prefix policy ratio charged_ratio kl_mean kl_p95 top1 em f1 gap_closed prefill_ms n"
+    names = "sink_prefix entry_dtype policy ratio charged_ratio kl_mean kl_p95 top1 em f1 gap_closed prefill_ms n"
     assert all(list(row) == names.split() for row in rows)
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

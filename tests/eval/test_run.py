@@ -161,7 +161,7 @@ def test_the_report_stands_alone(plan, finished):
     assert "http" not in html
     assert "<script" not in html
     for cell in plan.cells:
-        assert f"<td>{cell.policy}</td><td>bos</td><td>{cell.ratio:g}</td>" in html
+        assert f"<td>{cell.policy}</td><td>bos</td><td>auto</td><td>{cell.ratio:g}</td>" in html
 
 
 def test_several_sink_prefixes_are_lines_of_one_summary(plan, finished):
@@ -174,6 +174,16 @@ def test_several_sink_prefixes_are_lines_of_one_summary(plan, finished):
     for policy in ("random", "composite", "sink-link(k=2)"):
         for sink in ("bos", "my.sink"):
             assert f"</svg>{policy} after {sink}</span>" in html
+
+
+def test_entries_in_8_bits_are_lines_of_their_own(plan, finished):
+    both = Summary.joined([summarise(finished.scores, plan.cells, 2, "bos", 0, dtype) for dtype in ("auto", "int8")])
+    dtypes = ["auto"] * len(plan.cells) + ["int8"] * len(plan.cells)
+    assert [row["entry_dtype"] for row in both.as_dict()["rows"]] == dtypes
+    html = render("both", both)
+    for policy in ("random", "composite", "sink-link(k=2)"):
+        for dtype in ("auto", "int8"):
+            assert f"</svg>{policy} in {dtype}</span>" in html
 
 
 def test_prompts_the_model_cannot_take_are_refused_before_any_work(llm):

@@ -61,8 +61,8 @@ def watch_worker(worker: Any) -> list[int]:
         )
         return result
 
-    def computing(runs: Any, ranges: Any) -> Any:
-        result = compute(runs, ranges)
+    def computing(runs: Any, *rest: Any) -> Any:
+        result = compute(runs, *rest)
         side.written.append([Written(tuple(run.blocks[0]), run.start, run.end, False) for run in runs])
         return result
 

@@ -24,6 +24,7 @@ def fields_of(entry: ChunkKV) -> dict[str, Any]:
         "tail": str(kv_format.tails.tokens),
         "key": str(entry.key),
         "heads": str(kv_format.heads),
+        **({"numbers": "int8"} if kv_format.is_int8 else {}),
     }
 
 
@@ -42,6 +43,7 @@ def forged(
     content = data.tobytes() if kv is None else kv
     heads = len(data) if kv is None else 1
     size = len(content) // heads
+    dtype = "I8" if entry.format.is_int8 else "BF16"
     parts = [content[index * size : (index + 1) * size] for index in range(heads)]
     said.setdefault("head_checksums", " ".join(xxhash.xxh3_128_hexdigest(part) for part in parts))
     ids, context = (
@@ -56,7 +58,7 @@ def forged(
         "__metadata__": said | {"checksum": digest.hexdigest()},
         "tokens": {"dtype": "I32", "shape": [len(ids) // 4], "data_offsets": [0, ends[0]]},
         "context": {"dtype": "I32", "shape": [len(context) // 4], "data_offsets": [ends[0], ends[1]]},
-        "kv": {"dtype": "BF16", "shape": [heads, size // 2], "data_offsets": [ends[1], ends[2]]},
+        "kv": {"dtype": dtype, "shape": [heads, size // entry.data.itemsize], "data_offsets": [ends[1], ends[2]]},
     } | (header or {})
     text = json.dumps(every).encode()
     return len(text).to_bytes(8, "little") + text + ids + context + content

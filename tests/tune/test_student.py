@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvmosaic.blend.base import Selection
+from kvmosaic.core.entry import PackedKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.hf.model import HFModel
 from kvmosaic.engines.hf.request_kv import RequestKV
@@ -60,7 +61,7 @@ def by_engine(engine, prompt, sink, recomputed):
         kv = RequestKV(engine.format, length, engine.model.device)
         filled = engine.fill((), chunks, length, sink=sink)
         for span, chunk, own in zip(prompt.chunks, chunks, filled, strict=True):
-            engine.remap(trial_entry(chunk, (0,) * SINK, own), kv, span.start, length)
+            engine.remap(trial_entry(chunk, (0,) * SINK, PackedKV.of(*own, engine.format)), kv, span.start, length)
         logits = engine.blend(chunked, Selection(tuple(recomputed)), kv, length, len(prompt.compared))
     return torch.tensor(kl_per_token(full, logits))
 

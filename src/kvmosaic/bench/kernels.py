@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvmosaic.core.entry import KVFormat, PackedKV
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.rotation import RotaryColumns
+from kvmosaic.core.window import WHOLE
 from kvmosaic.kernels.paged import Move, PagedCaches, gather, scatter
 from kvmosaic.kernels.sparse_attention import Asking, Queries, key_ranges_at_once, sparse_attention
 
@@ -24,8 +26,8 @@ RATIOS, RUNS = (0.05, 0.15), (1, 4, 16, 64)
 
 
 def run(context: int, chunk: int, layers: int, heads: int, group: int, head_dim: int) -> dict[str, Any]:
-    """GB/s (bytes read and written) of moving ``context`` tokens in chunks between entries and a paged bf16 cache;
-    TFLOP/s of attention in one layer, with ``group`` query heads per KV head."""
+    """GB/s (bytes read and written) of moving ``context`` tokens in chunks between entries, in bf16 and in 8 bits,
+    and a paged bf16 cache; TFLOP/s of attention in one layer, with ``group`` query heads per KV head."""
     if not torch.cuda.is_available():
         raise ConfigError("this benchmark needs a GPU")
     blocks = random.Random(0).sample(range(2 * context // BLOCK), context // BLOCK)
@@ -41,17 +43,23 @@ def _moves(
     angles = torch.arange(context + 1)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     table = torch.cat([angles.cos(), angles.sin()], -1).to("cuda", torch.bfloat16)
     paged = PagedCaches(caches, head_dim, [table] * layers, RotaryColumns("k", 0, head_dim, False))
-    size = (heads, layers * chunk * 2 * head_dim)
-    entries = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(context // chunk)]
-    moves = [Move(data, chunk, 1, index * chunk) for index, data in enumerate(entries)]
-    nbytes = sum(data.nbytes for data in entries)
+    exact, small = (
+        [_entry(paged.format(WHOLE, is_int8), chunk) for _ in range(context // chunk)] for is_int8 in (False, True)
+    )
+    nbytes, small_nbytes = (sum(data.nbytes for data in entries) for entries in (exact, small))
     source, target = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-    work: dict[str, Callable[[], object]] = {
-        "copy": lambda: target.copy_(source),
-        "scatter": lambda: scatter(moves, paged, blocks),
-        "gather": lambda: gather(moves, paged, blocks),
+    moves, small_moves = (
+        [Move(data, chunk, 1, index * chunk) for index, data in enumerate(entries)] for entries in (exact, small)
+    )
+    # The bytes that each reads and writes; the cache's are those of exact entries.
+    work: dict[str, tuple[Callable[[], object], int]] = {
+        "copy": (lambda: target.copy_(source), 2 * nbytes),
+        "scatter": (lambda: scatter(moves, paged, blocks), 2 * nbytes),
+        "gather": (lambda: gather(moves, paged, blocks), 2 * nbytes),
+        "scatter, int8": (lambda: scatter(small_moves, paged, blocks), nbytes + small_nbytes),
+        "gather, int8": (lambda: gather(small_moves, paged, blocks), nbytes + small_nbytes),
     }
-    rates = {name: (ms := _milliseconds(action), 2 * nbytes / ms / 1e6) for name, action in work.items()}
+    rates = {name: (ms := _milliseconds(action), moved / ms / 1e6) for name, (action, moved) in work.items()}
     return [
         {
             "kernel": name,
@@ -63,6 +71,15 @@ def _moves(
         }
         for name, (ms, rate) in rates.items()
     ]
+
+
+def _entry(kv_format: KVFormat, tokens: int) -> torch.Tensor:
+    """Random rows as an entry has them."""
+    sizes = kv_format.heads, kv_format.layers, tokens
+    k, v = (
+        torch.randn(*sizes, dim, dtype=kv_format.dtype, device="cuda") for dim in (kv_format.k_dim, kv_format.v_dim)
+    )
+    return PackedKV.of(k, v, kv_format).data
 
 
 def _attention(context: int, heads: int, group: int, head_dim: int, blocks: list[int]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,13 @@ def evaluate(
             "literal text. Repeat the option to compare several. Default: the model's own setting."
         ),
     ] = None,
+    entry_dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Numbers that chunks are stored in: auto or int8. Repeat the option to compare both. Default: the "
+            "setting of the same name."
+        ),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML report with plots to this file.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the results of single examples. Default: in the user's cache.")
@@ -92,7 +100,9 @@ def evaluate(
     examples = load(data, limit, seed, form)
     check_file("--html", html)
     check_folder(output)
-    given: list[dict[str, Any]] = [{"sink_prefix": sink} for sink in dict.fromkeys(sink_prefix or [])] or [{}]
+    sinks: list[dict[str, Any]] = [{"sink_prefix": sink} for sink in dict.fromkeys(sink_prefix or [])] or [{}]
+    dtypes: list[dict[str, Any]] = [{"entry_dtype": dtype} for dtype in dict.fromkeys(entry_dtype or [])] or [{}]
+    given = [{**sink, **dtype} for sink, dtype in product(sinks, dtypes)]
     # A separate store: the user's store is neither read nor cleared.
     own: dict[str, Any] = {"disk_path": None, "remote": None, "tenant": "eval", "miss_policy": "fill-first"}
     summaries = []
@@ -108,11 +118,13 @@ def evaluate(
         folder = output or Path(platformdirs.user_cache_dir("kvmosaic")) / "eval"
         with interruptible(), progress_bar(len(llms) * len(examples)) as steps:
             for llm, plan in zip(llms, plans, strict=True):
-                steps.start(f"examples, sink prefix {llm.config.sink_prefix}"[:60])
+                config = llm.config
+                steps.start(f"examples, entries {config.entry_dtype}, sink prefix {config.sink_prefix}"[:60])
                 own_folder = folder if output and len(llms) == 1 else folder / plan.digest
                 with WorkFile(own_folder, plan.digest) as work:
                     evaluate(llm, plan, work, lambda _: steps.done())
-                summaries.append(summarise(work.scores, plan.cells, len(examples), llm.config.sink_prefix, seed))
+                settings = config.sink_prefix, seed, config.entry_dtype
+                summaries.append(summarise(work.scores, plan.cells, len(examples), *settings))
     summary = Summary.joined(summaries)
     title = f"{model} on {data}, {len(examples)} examples"
     advice = sentence(summary)
@@ -173,13 +185,27 @@ def _show(title: str, summary: "Summary", json: bool) -> None:
     print_table(
         f"{title}; KL and F1 with 95 % intervals",
         (
-            *("policy", "sink prefix", "ratio", "charged", "KL", "KL p95", "top-1", "EM", "F1", "gap closed", "ms"),
+            *(
+                "policy",
+                "sink prefix",
+                "entries",
+                "ratio",
+                "charged",
+                "KL",
+                "KL p95",
+                "top-1",
+                "EM",
+                "F1",
+                "gap closed",
+                "ms",
+            ),
             "KL against random",
         ),
         (
             (
                 row.policy,
                 line.sink_prefix.rpartition("/")[2][:40],
+                line.entry_dtype,
                 f"{row.ratio:g}",
                 f"{row.charged_ratio:.3f}",
                 _interval(line.kl),

@@ -89,6 +89,10 @@ class ChunkCacheConfig(BaseSettings):
     see. It stores everything if recompute_ratio and policy recompute tokens inside chunks, because those see more."""
     self_test: bool = True
     """Whether engines compare reuse with exact references at start, and disable reuse if the results differ."""
+    entry_dtype: Literal["auto", "int8"] = "auto"
+    """Numbers that documents are stored in. ``auto``: those of the model. ``int8``: 8 bits and scales, in about half
+    the memory, disk space and network traffic; engines with the other setting do not find such documents. Exact
+    prefixes are always stored as computed."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
     """Share of a GPU's memory for the device tier (vLLM engine)."""
     host_memory: ByteSize = Field(ByteSize(2 * 1024**3), ge=0)

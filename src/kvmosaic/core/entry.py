@@ -1,12 +1,14 @@
 """An entry: one chunk's canonical KV, head-major and immutable."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from kvmosaic.core.int8 import SCALE, dequantised, quantised, scale_bytes, scale_places
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.window import WHOLE, WindowTails
 
@@ -32,8 +34,12 @@ class KVFormat:
     k_dim: int
     v_dim: int
     dtype: torch.dtype
+    """Dtype in which the model computes it."""
     tails: WindowTails = WHOLE
     """Layers with a sliding window that keep only the last tokens."""
+    is_int8: bool = field(default=False, repr=False)
+    """Whether rows are stored in 8 bits, with scales (``core/int8.py``). Not in the text of a format, which
+    fingerprints of earlier releases are made of."""
 
     def __post_init__(self) -> None:
         sizes, windowed = (self.layers, self.heads, self.k_dim, self.v_dim), self.tails.layers
@@ -42,11 +48,23 @@ class KVFormat:
             raise ValueError(
                 f"invalid KV format: {self.layers} layers, {self.heads} heads, dims {self.k_dim} and {self.v_dim}"
             )
+        if self.is_int8 and (self.k_dim + self.v_dim) % 2:
+            raise ValueError(f"dims {self.k_dim} and {self.v_dim} cannot be stored in 8 bits: their sum is odd")
+
+    def of(self, key: ChunkKey) -> "KVFormat":
+        """The format of the entry of ``key``, which says whether it is in 8 bits."""
+        return self if self.is_int8 == key.is_int8 else replace(self, is_int8=key.is_int8)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of an entry's data."""
+        return torch.int8 if self.is_int8 else self.dtype
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token that all layers keep."""
-        return self.layers * self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
+        scales = 2 * SCALE.itemsize if self.is_int8 else 0
+        return self.layers * self.heads * ((self.k_dim + self.v_dim) * self.stored_dtype.itemsize + scales)
 
     def of_layers(self, first: int, last: int) -> "KVFormat":
         """The format of layers ``first .. last`` alone."""
@@ -57,19 +75,104 @@ class KVFormat:
         return replace(self, layers=last - first + 1, tails=tails)
 
     def num_elements(self, tokens: int) -> int:
-        """Elements per head of an entry of ``tokens`` tokens."""
-        return self.tails.rows(self.layers, tokens) * (self.k_dim + self.v_dim)
+        """Elements of ``stored_dtype`` per head of an entry of ``tokens`` tokens, scales included."""
+        return self.begin(self.layers, tokens)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of an entry of ``tokens`` tokens."""
+        return self.heads * self.num_elements(tokens) * self.stored_dtype.itemsize
+
+    def begin(self, layer: int, tokens: int) -> int:
+        """Index of the first element of a layer, in each head of an entry of ``tokens`` tokens."""
+        cut = bisect_left(self.tails.layers, layer)
+        tail = min(tokens, self.tails.tokens)
+        return (layer - cut) * self._layer_elements(tokens) + cut * self._layer_elements(tail)
+
+    def _layer_elements(self, kept: int) -> int:
+        """Elements of a layer that keeps ``kept`` tokens."""
+        scales = 2 * SCALE.itemsize * scale_places(kept) if self.is_int8 else 0
+        return kept * (self.k_dim + self.v_dim) + scales
+
+
+class LayerParts(NamedTuple):
+    """One layer of an entry, as views of its data."""
+
+    k: torch.Tensor
+    """``[heads, kept, k_dim]`` of a layer that keeps the last ``kept`` tokens."""
+    v: torch.Tensor
+    k_scales: torch.Tensor | None = None
+    """``[heads, kept]``, if rows are in 8 bits."""
+    v_scales: torch.Tensor | None = None
+
+
+class PackedKV(NamedTuple):
+    """KV of some tokens, packed as in an entry.
+
+    ``data`` is ``[heads, elements]``. Each head has layer after layer, first the K rows, then the V rows, of all
+    tokens or of the last ones, then, if rows are in 8 bits, the scales of K and those of V. With equal dims, no
+    tokens left out and no scales, that is ``[heads, layers, 2, tokens, head_dim]``. Each head is one contiguous
+    buffer, so a rank of any tensor-parallel size reads exactly the heads it owns. Each layer of a head is one, too.
+    """
+
+    data: torch.Tensor
+    format: KVFormat
+    tokens: int
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor, kv_format: KVFormat) -> "PackedKV":
+        """Pack K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``, without the tokens that
+        the format leaves out."""
+        heads, layers, tokens, _ = k.shape
+        tails = kv_format.tails
+        if tails.cuts(tokens):
+            starts = [tokens - tails.kept(layer, tokens) for layer in range(layers)]
+            parts = [
+                part
+                for layer, start in enumerate(starts)
+                for part in _flat(k[:, layer, start:], v[:, layer, start:], kv_format.is_int8)
+            ]
+            data = torch.cat(parts, dim=-1)
+        else:
+            data = torch.cat(_flat(k, v, kv_format.is_int8), dim=-1).view(heads, -1)
+        return cls(data, kv_format, tokens)
+
+    def parts(self, layer: int) -> LayerParts:
+        """Views of one layer."""
+        own = self.format
+        kept = own.tails.kept(layer, self.tokens)
+        sizes = [kept * own.k_dim, kept * own.v_dim]
+        if own.is_int8:
+            sizes += [SCALE.itemsize * scale_places(kept)] * 2
+        begin = own.begin(layer, self.tokens)
+        k, v, *scales = torch.split(self.data[:, begin : begin + sum(sizes)], sizes, dim=1)
+        rows = k.view(own.heads, kept, own.k_dim), v.view(own.heads, kept, own.v_dim)
+        return LayerParts(*rows, *(scale.view(SCALE)[:, :kept] for scale in scales))
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of a layer's last ``kept`` tokens, in the model's
+        dtype. They are views unless rows are in 8 bits."""
+        k, v, k_scales, v_scales = self.parts(layer)
+        if k_scales is None or v_scales is None:
+            return k, v
+        return dequantised(k, k_scales).to(self.format.dtype), dequantised(v, v_scales).to(self.format.dtype)
+
+    def layers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]`` of KV with all tokens."""
+        k, v = (torch.stack(part, 1) for part in zip(*map(self.layer, range(self.format.layers)), strict=True))
+        return k, v
+
+
+def _flat(k: torch.Tensor, v: torch.Tensor, is_int8: bool) -> list[torch.Tensor]:
+    """The parts of layers of K and V ``[..., tokens, dim]`` as an entry has them, each ``[..., elements]``."""
+    if not is_int8:
+        return [k.flatten(-2), v.flatten(-2)]
+    (k, k_scales), (v, v_scales) = quantised(k), quantised(v)
+    return [k.flatten(-2), v.flatten(-2), scale_bytes(k_scales), scale_bytes(v_scales)]
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
-    """One chunk's canonical KV.
-
-    ``data`` is ``[heads, numbers]``. Each head has layer after layer, first the K rows, then the V rows, of all
-    tokens or of the last ones. With equal dims and no tokens left out, that is
-    ``[heads, layers, 2, tokens, head_dim]``. Each head is one contiguous buffer, so a rank of any tensor-parallel
-    size reads exactly the heads it owns.
-    """
+    """One chunk's canonical KV. ``data`` is ``[heads, elements]``, see :class:`PackedKV`."""
 
     key: ChunkKey
     tokens: tuple[int, ...]
@@ -82,8 +185,10 @@ class ChunkKV:
 
     def __post_init__(self) -> None:
         expected = (self.format.heads, self.format.num_elements(len(self.tokens)))
-        if tuple(self.data.shape) != expected or self.data.dtype != self.format.dtype:
+        if tuple(self.data.shape) != expected or self.data.dtype != self.format.stored_dtype:
             raise ValueError(f"entry data is {tuple(self.data.shape)} {self.data.dtype}, its format says {expected}")
+        if self.format.is_int8 != self.key.is_int8:
+            raise ValueError(f"entry data is {self.data.dtype}, its key says otherwise")
 
     @classmethod
     def from_kv(
@@ -97,36 +202,34 @@ class ChunkKV:
         kind: EntryKind | None = None,
     ) -> "ChunkKV":
         """Pack K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]`` into an entry,
-        without the tokens that ``tails`` leave out."""
+        without the tokens that ``tails`` leave out, in 8 bits if the key says so."""
         heads, layers, count, k_dim = k.shape
         assert count == len(tokens)
-        kv_format = KVFormat(layers, heads, k_dim, v.shape[-1], k.dtype, tails)
-        if tails.cuts(count):
-            starts = [count - tails.kept(layer, count) for layer in range(layers)]
-            parts = [part[:, layer, start:] for layer, start in enumerate(starts) for part in (k, v)]
-            data = torch.cat([part.reshape(heads, -1) for part in parts], dim=1)
-        else:
-            data = torch.cat([k.reshape(heads, layers, -1), v.reshape(heads, layers, -1)], dim=-1).view(heads, -1)
-        return cls(key, tuple(tokens), tuple(context), kv_format, data, kind)
+        kv_format = KVFormat(layers, heads, k_dim, v.shape[-1], k.dtype, tails, key.is_int8)
+        return cls.from_packed(key, tokens, context, PackedKV.of(k, v, kv_format), kind)
+
+    @classmethod
+    def from_packed(
+        cls,
+        key: ChunkKey,
+        tokens: Sequence[int],
+        context: Sequence[int],
+        packed: PackedKV,
+        kind: EntryKind | None = None,
+    ) -> "ChunkKV":
+        """The entry of KV that is packed already."""
+        return cls(key, tuple(tokens), tuple(context), packed.format, packed.data, kind)
 
     def of_layers(self, first: int, last: int) -> "ChunkKV":
         """An entry of layers ``first .. last`` alone, under the same key. Its data is a view."""
-        begins = self.format.tails.begins(self.format.layers, len(self.tokens))
-        width = self.format.k_dim + self.format.v_dim
-        data = self.data[:, begins[first] * width : begins[last + 1] * width]
+        begin, end = (self.format.begin(layer, len(self.tokens)) for layer in (first, last + 1))
+        data = self.data[:, begin:end]
         return replace(self, format=self.format.of_layers(first, last), data=data)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of a layer's last ``kept`` tokens, as views."""
-        kv_format, tokens = self.format, len(self.tokens)
-        width = kv_format.k_dim + kv_format.v_dim
-        kept = kv_format.tails.kept(index, tokens)
-        begin = kv_format.tails.begins(index, tokens)[-1] * width
-        split, end = begin + kept * kv_format.k_dim, begin + kept * width
-        return (
-            self.data[:, begin:split].view(kv_format.heads, kept, kv_format.k_dim),
-            self.data[:, split:end].view(kv_format.heads, kept, kv_format.v_dim),
-        )
+        """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of a layer's last ``kept`` tokens, see
+        :meth:`PackedKV.layer`."""
+        return PackedKV(self.data, self.format, len(self.tokens)).layer(index)
 
     @property
     def first_position(self) -> int:

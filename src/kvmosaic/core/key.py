@@ -20,6 +20,9 @@ MOST_TOKENS = 2**31
 
 LAYOUT_VERSION = 2
 """Part of every fingerprint. Increment it when the meaning of stored bytes changes."""
+INT8_MARK = ".int8"
+"""End of the fingerprints of entries in 8 bits. It is legible, because the size of an entry has to be known before
+the entry is read."""
 
 
 class _HashState(Protocol):
@@ -85,6 +88,12 @@ class ChunkKey:
     heads: str = ALL_HEADS
     """The model's KV heads in the entry: ``all``, or ``4-7of8`` on a tensor-parallel rank with only those heads, or
     ``4-7of8L0-31`` (with layers) if a remote store keeps each head separately, see ``core/heads.py``."""
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the entry is in 8 bits. Engines that store 8 bits and engines that do not never find each other's
+        documents, because their keys differ."""
+        return self.fingerprint.partition("-")[0].endswith(INT8_MARK)
 
     @property
     def sealed_by(self) -> str | None:

@@ -36,17 +36,5 @@ class WindowTails:
         """Whether an entry of ``tokens`` tokens lacks some of them in some layer."""
         return bool(self.layers) and tokens > self.tokens
 
-    def begins(self, layers: int, tokens: int) -> list[int]:
-        """First row of each of ``layers`` in an entry of ``tokens`` tokens, then the total number of rows."""
-        begins = [0]
-        for layer in range(layers):
-            begins.append(begins[-1] + self.kept(layer, tokens))
-        return begins
-
-    def rows(self, layers: int, tokens: int) -> int:
-        """Number of rows of an entry of ``tokens`` tokens in all layers: the last item of :meth:`begins`, but
-        faster."""
-        return layers * tokens - len(self.layers) * max(0, tokens - self.tokens)
-
 
 WHOLE = WindowTails()

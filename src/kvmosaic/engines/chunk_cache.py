@@ -1,14 +1,16 @@
 """The chunk cache of an engine: keys, lookups, storing."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.entry import ChunkKV, EntryKind, KVFormat
+from kvmosaic.core.entry import ChunkKV, EntryKind, KVFormat, PackedKV
+from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.heads import HeadShare
-from kvmosaic.core.key import ChunkKey, ContentHasher, format_fingerprint
+from kvmosaic.core.key import INT8_MARK, ChunkKey, ContentHasher, format_fingerprint
 from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.core.store_key import StoreKey
@@ -62,8 +64,14 @@ class ChunkCache:
         device_pool: torch.Tensor | None = None,
     ) -> None:
         """``sink`` are the tokens that chunks are computed after, or stand-ins for a ``learned`` sink. ``share`` is
-        the part of the model's KV that this process holds, ``kv_format`` the format of its entries."""
+        the part of the model's KV that this process holds, ``kv_format`` the format of its entries, in the model's
+        dtype."""
         share = share.cut(config.remote_layers)
+        try:
+            self.document_format = replace(kv_format, is_int8=config.entry_dtype == "int8")
+        except ValueError as error:
+            raise ConfigError(f"entry_dtype={config.entry_dtype}: {error}; use auto") from None
+        """Format of the entries of documents. All other entries are exact, in the model's dtype."""
         self.store: ChunkStorageManager = open_store(config, device_pool, share, kv_format)
         store_key = StoreKey.from_environment()
         self._sealed = "" if store_key is None else f"-{store_key.id}"
@@ -106,19 +114,31 @@ class ChunkCache:
         hasher = ContentHasher(context, self._config.chunk_hash_algorithm)
         return [self.key_of_hash(hasher.hash(tokens), len(tokens), length) for tokens in chunks]
 
-    def key_of_hash(self, digest: bytes, num_tokens: int, length: int = ANY_LENGTH) -> ChunkKey:
-        """The key of a chunk whose content hash is known."""
-        fingerprint = self._fingerprint(length)
+    def key_of_hash(
+        self, digest: bytes, num_tokens: int, length: int = ANY_LENGTH, *, is_exact: bool = False
+    ) -> ChunkKey:
+        """The key of a chunk whose content hash is known. ``is_exact``: it has to be stored as it was computed."""
+        fingerprint = self._fingerprint(length, is_int8=self.document_format.is_int8 and not is_exact)
         return ChunkKey(digest, num_tokens, self._model, fingerprint, self._config.tenant, self._heads)
 
-    def _fingerprint(self, length: int) -> str:
+    def exact_key(self, tokens: Sequence[int], context: Sequence[int]) -> ChunkKey:
+        """The key of tokens whose KV is stored as it was computed."""
+        digest = ContentHasher(context, self._config.chunk_hash_algorithm).hash(tokens)
+        return self.key_of_hash(digest, len(tokens), is_exact=True)
+
+    def makes(self, key: ChunkKey, length: int = ANY_LENGTH) -> bool:
+        """Whether a key is one of this cache, for prompts like one of ``length`` tokens."""
+        digest, tokens = key.content_hash, key.num_tokens
+        return any(key == self.key_of_hash(digest, tokens, length, is_exact=is_exact) for is_exact in (False, True))
+
+    def _fingerprint(self, length: int, *, is_int8: bool) -> str:
         made_by = self._made_by(length)
         if made_by not in self._fingerprints:
             if len(self._fingerprints) >= FINGERPRINTS_REMEMBERED:  # weights may change again and again
                 self._fingerprints.clear()
             made = format_fingerprint(engine=made_by, sink=self.sink_identity, tails=self._tails)
-            self._fingerprints[made_by] = made + self._sealed
-        return self._fingerprints[made_by]
+            self._fingerprints[made_by] = made
+        return self._fingerprints[made_by] + (INT8_MARK if is_int8 else "") + self._sealed
 
     def find(
         self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int = ANY_LENGTH
@@ -143,12 +163,11 @@ class ChunkCache:
         key: ChunkKey,
         tokens: Sequence[int],
         context: Sequence[int],
-        k: torch.Tensor,
-        v: torch.Tensor,
+        packed: PackedKV,
         kind: EntryKind = "document",
     ) -> ChunkKV:
-        """Store the KV of tokens, K ``[heads, layers, tokens, k_dim]`` and V ``[heads, layers, tokens, v_dim]``."""
-        entry = self.entry(key, tokens, context, k, v, kind)
+        """Store the KV of tokens. It is packed in the :attr:`document_format`, or exactly, as the key says."""
+        entry = self.entry(key, tokens, context, packed, kind)
         self.keep(entry)
         return entry
 
@@ -162,29 +181,20 @@ class ChunkCache:
         key: ChunkKey,
         tokens: Sequence[int],
         context: Sequence[int],
-        k: torch.Tensor,
-        v: torch.Tensor,
+        packed: PackedKV,
         kind: EntryKind = "document",
     ) -> ChunkKV:
         """An entry of KV as for :meth:`put`, which is not stored yet."""
-        return ChunkKV.from_kv(key, tokens, context, k, v, self._tails, kind)
+        return ChunkKV.from_packed(key, tokens, context, packed, kind)
 
     def take_changes(self, length: int = ANY_LENGTH) -> dict[bytes, str | None]:
         """Chunks for prompts like one of ``length`` tokens that were added, moved or removed since the last call, at
         the first call all stored ones: content hash → the fastest tier that now has the entry, if any."""
-        return {
-            key.content_hash: tier
-            for key, tier in self.store.take_changes().items()
-            if key == self.key_of_hash(key.content_hash, key.num_tokens, length)
-        }
+        return {key.content_hash: tier for key, tier in self.store.take_changes().items() if self.makes(key, length)}
 
     def present(self, length: int = ANY_LENGTH) -> dict[bytes, str]:
         """All chunks for prompts like one of ``length`` tokens: content hash → the fastest tier that has them."""
-        return {
-            info.key.content_hash: info.tier
-            for info in self.store.scan()
-            if info.key == self.key_of_hash(info.key.content_hash, info.key.num_tokens, length)
-        }
+        return {info.key.content_hash: info.tier for info in self.store.scan() if self.makes(info.key, length)}
 
     def warm_states(self, chunks: Sequence[Sequence[int]], length: int = ANY_LENGTH) -> list[WarmState]:
         """Whether each document is stored for later processes, or can be, for prompts like one of ``length`` tokens.

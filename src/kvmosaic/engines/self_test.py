@@ -12,11 +12,10 @@ from typing import Protocol
 
 import torch
 
-from kvmosaic.core.entry import ChunkKV
-from kvmosaic.core.key import ChunkKey, content_hash
+from kvmosaic.core.entry import ChunkKV, PackedKV
+from kvmosaic.core.key import INT8_MARK, ChunkKey, content_hash
 from kvmosaic.core.learned_sink import witness_tokens
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.core.window import WHOLE, WindowTails
 
 SYSTEM_TOKENS, CHUNK_TOKENS, QUESTION_TOKENS = 33, (17, 22), 16
 """Sizes of the prompt's parts, in tokens. The part before chunks is long enough that keys turn far."""
@@ -29,6 +28,8 @@ ROUNDING_FACTOR = 2.5
 SMALL_EXACT, SMALL_HALF = 1e-3, 3e-2
 """Errors below this, in single and in half precision, are not compared with rounding. Unturned keys give 1e-1 and
 above. In half precision, a token may be routed to other experts by chance."""
+SMALL_INT8 = 0.1
+"""Maximum error of chunks in 8 bits. Right ones are at 0.2 to 3 %, wrong scales at 50 % and above."""
 LAST_FACTOR = 10
 """Maximum error of the last token in half precision, in units of the mean over all tokens."""
 ATTEMPTS = 3
@@ -54,6 +55,10 @@ class Trial(Protocol):
 
     def moved(self) -> torch.Tensor:
         """Chunks filled and moved into place, all other tokens computed."""
+        ...
+
+    def in_8_bits(self) -> torch.Tensor | None:
+        """Like :meth:`moved`, with chunks in 8 bits; ``None`` if the engine does not store them like that."""
         ...
 
     def in_place(self, shift: int) -> torch.Tensor:
@@ -91,12 +96,12 @@ def trial_prompts(context_tokens: int, vocabulary: int, limit: int | None) -> li
 def trial_entry(
     tokens: tuple[int, ...],
     context: tuple[int, ...],
-    kv: tuple[torch.Tensor, torch.Tensor],
-    tails: WindowTails = WHOLE,
+    packed: PackedKV,
 ) -> ChunkKV:
-    """An entry that is never stored, of K ``[heads, layers, tokens, k_dim]`` and V ``[…, v_dim]``."""
-    key = ChunkKey(content_hash(tokens, context), len(tokens), "self-test", "self-test", "self-test")
-    return ChunkKV.from_kv(key, tokens, context, *kv, tails)
+    """An entry that is never stored."""
+    fingerprint = "selftest" + (INT8_MARK if packed.format.is_int8 else "")
+    key = ChunkKey(content_hash(tokens, context), len(tokens), "self-test", fingerprint, "self-test")
+    return ChunkKV.from_packed(key, tokens, context, packed)
 
 
 def failure(trials: Iterable[Trial], dtype: torch.dtype, ranks: int = 1) -> str | None:
@@ -120,7 +125,18 @@ def _fault(trial: Trial, dtype: torch.dtype) -> str | None:
     recomputed = _judge("a prompt recomputed in pieces", "a full prefill", trial.recomputed(), trial.prefill, dtype)
     if recomputed is not None:
         return recomputed
-    return _judge("a prompt of moved chunks", "one of chunks computed in place", trial.moved(), trial.in_place, dtype)
+    moved = trial.moved()
+    misplaced = _judge("a prompt of moved chunks", "one of chunks computed in place", moved, trial.in_place, dtype)
+    if misplaced is not None:
+        return misplaced
+    rough = trial.in_8_bits()
+    error = 0.0 if rough is None else _distance(rough, moved, is_exact=False)
+    if error <= SMALL_INT8:
+        return None
+    return (
+        f"self-test failed: a prompt of chunks in 8 bits is {error:.2%} off one of exact chunks, of which rounding "
+        f"explains no more than {SMALL_INT8:.0%}; entry_dtype=auto stores exact ones"
+    )
 
 
 def _judge(

@@ -73,6 +73,7 @@ def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_
             "device": str(llm.model.device),
             "sink": llm.chunk_cache.sink_identity,
             "chunk_context": config.chunk_context,
+            "entry_dtype": config.entry_dtype,
             "questions": [
                 (q.prompt.token_ids, [(s.start, s.end) for s in q.prompt.chunks], *q[1:]) for q in questions
             ],

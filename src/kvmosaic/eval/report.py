@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from itertools import product
 
 from kvmosaic.eval.advice import WORDS, sentence
 from kvmosaic.eval.metrics import Interval
@@ -31,6 +32,7 @@ HEADS = (
     *(
         "policy",
         "sink prefix",
+        "entries",
         "ratio",
         "charged ratio",
         "KL mean",
@@ -90,16 +92,17 @@ cells; coloured where its 95&nbsp;% interval, shown on hover, does not contain 0
 
 
 def _series(lines: Sequence[SummaryLine]) -> dict[str, list[SummaryLine]]:
-    """Lines by policy and sink prefix. Each begins with nothing recomputed, which is the same for all policies.
-    Everything recomputed is left out: it says nothing about a policy, and would leave a tenth of the width to the
-    interesting ratios."""
+    """Lines by policy, sink prefix and dtype of entries. Each begins with nothing recomputed, which is the same for
+    all policies. Everything recomputed is left out: it says nothing about a policy, and would leave a tenth of the
+    width to the interesting ratios."""
     sinks = list(dict.fromkeys(line.sink_prefix for line in lines))
+    dtypes = list(dict.fromkeys(line.entry_dtype for line in lines))
     are_short_names_unique = len({_short(sink) for sink in sinks}) == len(sinks)
     series = {}
-    for sink in sinks:
+    for sink, dtype in product(sinks, dtypes):
         name = _short(sink) if are_short_names_unique else sink
-        behind = f" after {name}" if len(sinks) > 1 else ""
-        mine = [line for line in lines if line.sink_prefix == sink]
+        behind = (f" after {name}" if len(sinks) > 1 else "") + (f" in {dtype}" if len(dtypes) > 1 else "")
+        mine = [line for line in lines if (line.sink_prefix, line.entry_dtype) == (sink, dtype)]
         ends = {line.row.policy: line for line in mine if line.row[:2] in (NONE, ALL)}
         names = dict.fromkeys(line.row.policy for line in mine if line.row.policy not in ends)
         between = {name: [line for line in mine if line.row.policy == name] for name in names}
@@ -145,6 +148,7 @@ def _cells(line: SummaryLine) -> Iterator[str]:
     for text in (
         escape(row.policy),
         escape(_short(line.sink_prefix)),
+        line.entry_dtype,
         f"{row.ratio:g}",
         f"{row.charged_ratio:.3f}",
         _bracketed(line.kl),

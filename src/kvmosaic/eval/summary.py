@@ -32,10 +32,16 @@ class SummaryLine(NamedTuple):
     f1_to_random: Interval
     sink_prefix: str
     """The setting that chunks were filled with."""
+    entry_dtype: str
+    """The setting that they were stored with."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"sink_prefix": self.sink_prefix, "entry_dtype": self.entry_dtype}
 
     def as_dict(self) -> dict[str, Any]:
         names = ("kl", "f1", "kl_to_random", "f1_to_random")
-        cell = {"sink_prefix": self.sink_prefix, "policy": self.row.policy, "ratio": self.row.ratio}
+        cell = {**self.settings, "policy": self.row.policy, "ratio": self.row.ratio}
         return {**cell, **{name: getattr(self, name)._asdict() for name in names}}
 
 
@@ -59,23 +65,30 @@ class Summary(NamedTuple):
             "full_prefill": self.full_prefill._asdict(),
             "no_context": self.no_context._asdict(),
             "intervals": [line.as_dict() for line in self.lines],
-            "rows": [{"sink_prefix": line.sink_prefix, **line.row._asdict()} for line in self.lines],
+            "rows": [{**line.settings, **line.row._asdict()} for line in self.lines],
         }
 
     @classmethod
     def joined(cls, summaries: "Sequence[Summary]") -> "Summary":
-        """The lines of several sink prefixes. The references do not depend on the prefix."""
+        """The lines of several settings. The references do not depend on them."""
         return summaries[0]._replace(lines=tuple(line for summary in summaries for line in summary.lines))
 
 
 def summarise(
-    scores: dict[tuple[int, Cell], Score], cells: Sequence[Cell], examples: int, sink_prefix: str, seed: int = 0
+    scores: dict[tuple[int, Cell], Score],
+    cells: Sequence[Cell],
+    examples: int,
+    sink_prefix: str,
+    seed: int = 0,
+    entry_dtype: str = "auto",
 ) -> Summary:
     """``scores`` must have every cell of every example; ``seed`` is that of the bootstrap."""
     table = {cell: [scores[i, cell] for i in range(examples)] for cell in (*cells, FULL_PREFILL, NO_CONTEXT)}
     full, none = _reference(table[FULL_PREFILL]), _reference(table[NO_CONTEXT])
     ladder = [table[cell] for cell in cells if cell in (NONE, ALL) or cell.policy == RANDOM]
-    lines = tuple(_line(cell, table[cell], ladder, full.f1, none.f1, sink_prefix, seed) for cell in cells)
+    lines = tuple(
+        _line(cell, table[cell], ladder, full.f1, none.f1, seed, sink_prefix, entry_dtype) for cell in cells
+    )
     return Summary(lines, full, none)
 
 
@@ -93,8 +106,8 @@ def _line(
     ladder: Sequence[Sequence[Score]],
     full_f1: float,
     none_f1: float,
-    sink_prefix: str,
     seed: int,
+    *settings: str,
 ) -> SummaryLine:
     kl, f1, charged = _kl(scores), _f1(scores), _charged(scores)
     gap = full_f1 - none_f1
@@ -120,7 +133,7 @@ def _line(
         bootstrap(f1, seed),
         bootstrap(kl - random_kl, seed),
         bootstrap(f1 - random_f1, seed),
-        sink_prefix,
+        *settings,
     )
 
 

@@ -1,24 +1,29 @@
 """Copies between entries and an engine's paged KV cache, for all layers and all chunks of a request in one launch.
 
-``scatter`` copies entries into blocks and turns their keys on the way. ``gather`` copies blocks into entries. Each is
-a Triton kernel with an equivalent torch reference that runs on any device.
+``scatter`` copies entries into blocks and turns their keys on the way. ``gather`` copies blocks into entries. Entries
+whose data is int8 hold rows in 8 bits (``core/int8.py``), which are made or read in the same pass. Each is a Triton
+kernel with an equivalent torch reference that runs on any device.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from kvmosaic.core.entry import KVFormat, LayerParts, PackedKV
+from kvmosaic.core.int8 import dequantised, quantised
 from kvmosaic.core.rotation import CosSin, RotaryColumns, rotate_, rotation_between
 from kvmosaic.core.window import WHOLE, WindowTails
 
 try:
     import triton
     import triton.language as tl
+
+    from kvmosaic.kernels.move_tiles import move_tiles
 except ImportError:  # only the torch reference is available, and the kernel is not used
     triton = None
 
@@ -33,7 +38,8 @@ class Move(NamedTuple):
     """An entry and its position in a paged sequence."""
 
     data: torch.Tensor
-    """``[heads, numbers]`` like the data of an entry, contiguous, in device memory or pinned host memory."""
+    """``[heads, elements]`` like the data of an entry, contiguous, in device memory or pinned host memory; in the
+    cache's dtype, or int8."""
     tokens: int
     old: int
     """Position at which its first token was computed."""
@@ -74,6 +80,11 @@ class PagedCaches:
     def v_dim(self) -> int:
         return self.layers[0].shape[3] - self.k_dim
 
+    def format(self, tails: WindowTails, is_int8: bool) -> KVFormat:
+        """Format of entries that keep the tokens given by ``tails``."""
+        dtype = self.layers[0].dtype
+        return KVFormat(len(self.layers), self.heads, self.k_dim, self.v_dim, dtype, tails, is_int8)
+
     @cached_property
     def pointers(self) -> torch.Tensor:
         """``[2, layers]``: addresses of the layers and of their tables, 0 for no table."""
@@ -104,9 +115,10 @@ def scatter_slowly(
     return _launch(moves, caches, blocks, first, tails, into_cache=True, groups=groups, programs=FEW_PROGRAMS)
 
 
-def gather(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int]) -> None:
-    """Copy the tokens of each move from the sequence in ``blocks`` into its ``data``: all layers, keys not turned."""
-    for _ in _launch(moves, caches, blocks, 0, WHOLE, into_cache=False, groups=[range(len(caches.layers))]):
+def gather(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], tails: WindowTails = WHOLE) -> None:
+    """Copy the tokens of each move, those that ``tails`` keep, from the sequence in ``blocks`` into its ``data``: all
+    layers, keys not turned. If that is int8, places of scales that no token has are not written."""
+    for _ in _launch(moves, caches, blocks, 0, tails, into_cache=False, groups=[range(len(caches.layers))]):
         pass
 
 
@@ -117,7 +129,9 @@ def scatter_reference(
     _check(moves, caches, tails)
     for move in moves:
         for index, (layer, table) in enumerate(zip(caches.layers, caches.tables, strict=True)):
-            k, v = _rows(move, caches, index, tails)
+            k, v, k_scales, v_scales = _parts(move, caches, index, tails)
+            if k_scales is not None and v_scales is not None:
+                k, v = dequantised(k, k_scales), dequantised(v, v_scales)
             left_out = move.tokens - k.shape[1]
             positions = torch.arange(move.new + left_out, move.new + move.tokens)
             keep = positions >= first
@@ -128,29 +142,29 @@ def scatter_reference(
                 turn = rotation_between(_table_rows(table, old), _table_rows(table, positions))
                 k, v = k.clone(), v.clone()
                 rotate_(k if caches.columns.part == "k" else v, turn, caches.columns)
-            layer[rows, :, slots] = torch.cat([k, v], dim=-1)[:, keep].transpose(0, 1)
+            layer[rows, :, slots] = torch.cat([k, v], dim=-1)[:, keep].transpose(0, 1).to(layer.dtype)
 
 
-def gather_reference(moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int]) -> None:
+def gather_reference(
+    moves: Sequence[Move], caches: PagedCaches, blocks: Sequence[int], tails: WindowTails = WHOLE
+) -> None:
     """:func:`gather` in torch operations."""
-    _check(moves, caches, WHOLE)
+    _check(moves, caches, tails)
     for move in moves:
-        rows, slots = _slots(torch.arange(move.new, move.new + move.tokens), caches, blocks)
         for index, layer in enumerate(caches.layers):
-            k, v = _rows(move, caches, index, WHOLE)
-            both = layer[rows, :, slots].transpose(0, 1)
-            k[:], v[:] = both[..., : caches.k_dim], both[..., caches.k_dim :]
+            parts = _parts(move, caches, index, tails)
+            left_out = move.tokens - parts.k.shape[1]
+            rows, slots = _slots(torch.arange(move.new + left_out, move.new + move.tokens), caches, blocks)
+            k, v = layer[rows, :, slots].transpose(0, 1).split([caches.k_dim, caches.v_dim], dim=-1)
+            if parts.k_scales is not None and parts.v_scales is not None:
+                (k, k_scales), (v, v_scales) = quantised(k), quantised(v)
+                parts.k_scales[:], parts.v_scales[:] = k_scales, v_scales
+            parts.k[:], parts.v[:] = k, v
 
 
-def _rows(move: Move, caches: PagedCaches, layer: int, tails: WindowTails) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer of an entry, as views ``[heads, kept tokens, dim]``."""
-    begin = tails.begins(layer, move.tokens)[-1] * (caches.k_dim + caches.v_dim)
-    kept, heads = tails.kept(layer, move.tokens), caches.heads
-    split, end = begin + kept * caches.k_dim, begin + kept * (caches.k_dim + caches.v_dim)
-    return (
-        move.data[:, begin:split].view(heads, kept, caches.k_dim),
-        move.data[:, split:end].view(heads, kept, caches.v_dim),
-    )
+def _parts(move: Move, caches: PagedCaches, layer: int, tails: WindowTails) -> LayerParts:
+    """One layer of an entry, as views."""
+    return PackedKV(move.data, caches.format(tails, move.data.dtype == torch.int8), move.tokens).parts(layer)
 
 
 def _slots(positions: torch.Tensor, caches: PagedCaches, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,30 +190,23 @@ def _launch(
     if not moves:
         return
     _check(moves, caches, tails)
-    heads, layers = caches.heads, len(caches.layers)
     assert len(blocks) * caches.block_size >= max(move.new + move.tokens for move in moves)
-    # Per tile: address of the entry, its tokens, first token of the tile, and the old and new position of that token.
-    whole = np.array([(move.data.data_ptr(), move.tokens, 0, move.old, move.new) for move in moves], dtype=np.int64)
-    counts = -(-whole[:, 1] // TILE)
-    tiles = np.repeat(whole, counts, axis=0)
-    tiles[:, 2] = (np.arange(len(tiles)) - np.repeat(counts.cumsum() - counts, counts)) * TILE
-    tiles[:, 3:] += tiles[:, 2:3]
-    plan = torch.from_numpy(np.concatenate([tiles.ravel(), np.array(blocks, dtype=np.int64)]))
-    device = caches.layers[0].device
-    if device.type == "cuda":
-        plan = plan.pin_memory().to(device, non_blocking=True)
+    device, layers = caches.layers[0].device, len(caches.layers)
+    # Entries in 8 bits and others have different layouts, and need launches of their own.
+    kinds = {is_int8: [move for move in moves if (move.data.dtype == torch.int8) == is_int8] for is_int8 in (0, 1)}
+    plans = [(bool(is_int8), *_plan(some, blocks, device)) for is_int8, some in kinds.items() if some]
     cache, columns = caches.layers[0], caches.columns
     tables = [table for table in caches.tables if table is not None]
     pairs = columns.width // 2 if columns is not None and into_cache and tables else 0
     interleaved = columns is not None and columns.interleaved
-    for group in groups:
-        work = len(tiles) * len(group)
-        _move_tiles[(min(work, programs or work),)](
+    for group, (is_int8, plan, tiles) in product(groups, plans):
+        work = tiles * len(group)
+        move_tiles[(min(work, programs or work),)](
             plan,
-            len(tiles),
+            tiles,
             group.start,
             work,
-            plan[5 * len(tiles) :],
+            plan[5 * tiles :],
             caches.pointers[0],
             caches.pointers[1],
             _windowed(layers, tails, device),
@@ -207,7 +214,7 @@ def _launch(
             cache.stride(0),
             cache.stride(1),
             cache.stride(2),
-            HEADS=heads,
+            HEADS=caches.heads,
             LAYERS=layers,
             WINDOWED=len(tails.layers),
             TAIL=tails.tokens,
@@ -222,19 +229,33 @@ def _launch(
             STEP=2 if interleaved else 1,
             APART=1 if interleaved else pairs,
             INTO_CACHE=into_cache,
+            INT8=is_int8,
             DTYPE=_triton_type(cache.dtype),
             TABLE_DTYPE=_triton_type(tables[0].dtype if tables else cache.dtype),
             TILE=TILE,
         )
-        yield group
+        if is_int8 == plans[-1][0]:
+            yield group
+
+
+def _plan(moves: Sequence[Move], blocks: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
+    """What the kernel is told of entries and of their sequence, on its way to the device; and the number of tiles."""
+    # Per tile: address of the entry, its tokens, first token of the tile, and the old and new position of that token.
+    whole = np.array([(move.data.data_ptr(), move.tokens, 0, move.old, move.new) for move in moves], dtype=np.int64)
+    counts = -(-whole[:, 1] // TILE)
+    tiles = np.repeat(whole, counts, axis=0)
+    tiles[:, 2] = (np.arange(len(tiles)) - np.repeat(counts.cumsum() - counts, counts)) * TILE
+    tiles[:, 3:] += tiles[:, 2:3]
+    plan = torch.from_numpy(np.concatenate([tiles.ravel(), np.array(blocks, dtype=np.int64)]))
+    return plan.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else plan, len(tiles)
 
 
 def _check(moves: Sequence[Move], caches: PagedCaches, tails: WindowTails) -> None:
     """Raise a ``ValueError`` if an entry does not have the shape, dtype and layout that the cache needs: the kernel
     could access memory outside the entry."""
-    layers, width, dtype = len(caches.layers), caches.k_dim + caches.v_dim, caches.layers[0].dtype
     for move in moves:
-        shape = (caches.heads, tails.rows(layers, move.tokens) * width)
+        needed = caches.format(tails, move.data.dtype == torch.int8)
+        shape, dtype = (needed.heads, needed.num_elements(move.tokens)), needed.stored_dtype
         if move.data.shape != shape or move.data.dtype != dtype or not move.data.is_contiguous():
             raise ValueError(
                 f"an entry of {tuple(move.data.shape)} {move.data.dtype} where {shape} {dtype} is needed"
@@ -250,176 +271,3 @@ def _windowed(layers: int, tails: WindowTails, device: torch.device) -> torch.Te
 
 def _triton_type(dtype: torch.dtype) -> Any:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
-
-
-if triton is not None:
-    # These differ from request to request. Specialized on their divisibility, the kernel would be recompiled often.
-    @triton.jit(
-        do_not_specialize=["num_tiles", "first_layer", "work", "first"], do_not_specialize_on_alignment=["blocks"]
-    )
-    def _move_tiles(  # type: ignore[no-untyped-def]
-        tiles,
-        num_tiles,
-        first_layer,
-        work,
-        blocks,
-        cache_addresses,
-        table_addresses,
-        windowed,
-        first,
-        stride_block,
-        stride_head,
-        stride_token,
-        HEADS: tl.constexpr,
-        LAYERS: tl.constexpr,
-        WINDOWED: tl.constexpr,
-        TAIL: tl.constexpr,
-        BLOCK: tl.constexpr,
-        K_DIM: tl.constexpr,
-        V_DIM: tl.constexpr,
-        WIDEST: tl.constexpr,
-        PAIRS: tl.constexpr,
-        PAIRS_PADDED: tl.constexpr,
-        V_TURNS: tl.constexpr,
-        START: tl.constexpr,
-        STEP: tl.constexpr,
-        APART: tl.constexpr,
-        INTO_CACHE: tl.constexpr,
-        DTYPE: tl.constexpr,
-        TABLE_DTYPE: tl.constexpr,
-        TILE: tl.constexpr,
-    ):
-        for index in range(tl.program_id(0), work, tl.num_programs(0)):
-            _move_tile(
-                tiles + index % num_tiles * 5,
-                first_layer + index // num_tiles,
-                blocks,
-                cache_addresses,
-                table_addresses,
-                windowed,
-                first,
-                stride_block,
-                stride_head,
-                stride_token,
-                HEADS,
-                LAYERS,
-                WINDOWED,
-                TAIL,
-                BLOCK,
-                K_DIM,
-                V_DIM,
-                WIDEST,
-                PAIRS,
-                PAIRS_PADDED,
-                V_TURNS,
-                START,
-                STEP,
-                APART,
-                INTO_CACHE,
-                DTYPE,
-                TABLE_DTYPE,
-                TILE,
-            )
-
-    @triton.jit
-    def _move_tile(  # type: ignore[no-untyped-def]
-        tile,
-        layer,
-        blocks,
-        cache_addresses,
-        table_addresses,
-        windowed,
-        first,
-        stride_block,
-        stride_head,
-        stride_token,
-        HEADS: tl.constexpr,
-        LAYERS: tl.constexpr,
-        WINDOWED: tl.constexpr,
-        TAIL: tl.constexpr,
-        BLOCK: tl.constexpr,
-        K_DIM: tl.constexpr,
-        V_DIM: tl.constexpr,
-        WIDEST: tl.constexpr,
-        PAIRS: tl.constexpr,
-        PAIRS_PADDED: tl.constexpr,
-        V_TURNS: tl.constexpr,
-        START: tl.constexpr,
-        STEP: tl.constexpr,
-        APART: tl.constexpr,
-        INTO_CACHE: tl.constexpr,
-        DTYPE: tl.constexpr,
-        TABLE_DTYPE: tl.constexpr,
-        TILE: tl.constexpr,
-    ):
-        # Entries and caches are aligned to 16 bytes. With this hint, loads are as wide as the hardware allows.
-        entry = tl.multiple_of(tl.load(tile).to(tl.pointer_type(DTYPE)), 16)
-        tokens = tl.load(tile + 1)
-        rows = tl.load(tile + 2) + tl.arange(0, TILE)
-        old = tl.load(tile + 3) + tl.arange(0, TILE)
-        new = tl.load(tile + 4) + tl.arange(0, TILE)
-        live = (rows < tokens) & (new >= first)
-        block = tl.load(blocks + new // BLOCK, mask=live, other=0)
-        cache = tl.multiple_of(tl.load(cache_addresses + layer).to(tl.pointer_type(DTYPE)), 16)
-        slots = cache + (block * stride_block + (new % BLOCK) * stride_token)
-        if WINDOWED > 0:
-            # In layers that keep only a tail, rows are counted from the first token of the tail.
-            tail = tl.minimum(tokens, TAIL)
-            windowed_before = tl.load(windowed + LAYERS + layer)
-            entry += ((layer - windowed_before) * tokens + windowed_before * tail) * (K_DIM + V_DIM)
-            head_rows = (LAYERS - WINDOWED) * tokens + WINDOWED * tail
-            kept = tl.where(tl.load(windowed + layer) != 0, tail, tokens)
-            rows -= tokens - kept
-            live &= rows >= 0
-        else:
-            entry += layer * tokens * (K_DIM + V_DIM)
-            head_rows = LAYERS * tokens
-            kept = tokens
-
-        if PAIRS > 0:
-            address = tl.load(table_addresses + layer)
-            table = address.to(tl.pointer_type(TABLE_DTYPE))
-            pair = tl.arange(0, PAIRS_PADDED)
-            # Keys that keep their position are copied bit for bit. Fused products might not cancel exactly.
-            turning = (live & (old != new))[:, None] & (pair < tl.where(address != 0, PAIRS, 0))[None, :]
-            at_old = table + old[:, None] * (2 * PAIRS) + pair[None, :]
-            at_new = table + new[:, None] * (2 * PAIRS) + pair[None, :]
-            old_cos = tl.load(at_old, mask=turning, other=1.0).to(tl.float32)
-            old_sin = tl.load(at_old + PAIRS, mask=turning, other=0.0).to(tl.float32)
-            new_cos = tl.load(at_new, mask=turning, other=1.0).to(tl.float32)
-            new_sin = tl.load(at_new + PAIRS, mask=turning, other=0.0).to(tl.float32)
-            norm = old_cos * old_cos + old_sin * old_sin
-            cos = (new_cos * old_cos + new_sin * old_sin) / norm
-            sin = (new_sin * old_cos - new_cos * old_sin) / norm
-
-        column = tl.arange(0, WIDEST)
-        for head in range(HEADS):
-            k_rows = entry + rows[:, None] * K_DIM
-            v_rows = entry + kept * K_DIM + rows[:, None] * V_DIM
-            slot = slots[:, None] + head * stride_head
-            if PAIRS > 0:
-                turned_rows = v_rows if V_TURNS else k_rows
-                turned_slot = slot + K_DIM if V_TURNS else slot
-                one = START + pair * STEP
-                two = one + APART
-                inside = live[:, None] & (pair < PAIRS)[None, :]
-                a = tl.load(turned_rows + one[None, :], mask=inside).to(tl.float32)
-                b = tl.load(turned_rows + two[None, :], mask=inside).to(tl.float32)
-                tl.store(turned_slot + one[None, :], (a * cos - b * sin).to(DTYPE), mask=inside)
-                tl.store(turned_slot + two[None, :], (b * cos + a * sin).to(DTYPE), mask=inside)
-            still = (column < START) | (column >= START + 2 * PAIRS)
-            if V_TURNS or K_DIM > 2 * PAIRS:
-                k_still = (column < K_DIM) & (still | V_TURNS)
-                _copy(k_rows + column[None, :], slot + column[None, :], live[:, None] & k_still[None, :], INTO_CACHE)
-            if not V_TURNS or V_DIM > 2 * PAIRS:
-                v_still = (column < V_DIM) & (still | (not V_TURNS))
-                at = K_DIM + column[None, :]
-                _copy(v_rows + column[None, :], slot + at, live[:, None] & v_still[None, :], INTO_CACHE)
-            entry += head_rows * (K_DIM + V_DIM)
-
-    @triton.jit
-    def _copy(entry_side, cache_side, mask, INTO_CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
-        if INTO_CACHE:
-            tl.store(cache_side, tl.load(entry_side, mask=mask), mask=mask)
-        else:
-            tl.store(entry_side, tl.load(cache_side, mask=mask), mask=mask)

@@ -97,7 +97,7 @@ class DecodedEntry(NamedTuple):
         """The entry of ``key`` with ``kv``, maybe of more heads and layers; raises :class:`CorruptEntryError` if
         invalid."""
         try:
-            data = torch.from_numpy(kv).view(kv_format.dtype)
+            data = torch.from_numpy(kv).view(kv_format.stored_dtype)
             return ChunkKV(key, _ints(self.tokens), _ints(self.context), kv_format, data, self.kind)
         except ValueError as error:
             raise CorruptEntryError(str(error)) from error

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvmosaic.core.entry import ENTRY_KINDS, EntryKind, KVFormat
+from kvmosaic.core.limits import shown
 from kvmosaic.core.window import WindowTails
 from kvmosaic.store.memory import Bytes
 
@@ -34,6 +35,8 @@ DTYPE_NAMES = {
 }
 """Names of dtypes in safetensors."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+NUMBERS, INT8 = "numbers", "int8"
+"""Header field of entries in 8 bits, and its only value. Other entries do not have it, as in earlier releases."""
 _COUNT = re.compile(r"0|[1-9][0-9]{0,6}")
 
 
@@ -99,6 +102,7 @@ def format_fields(kv_format: KVFormat) -> dict[str, str]:
         "dtype": str(kv_format.dtype).removeprefix("torch."),
         "windowed": " ".join(map(str, kv_format.tails.layers)),
         "tail": str(kv_format.tails.tokens),
+        **({NUMBERS: INT8} if kv_format.is_int8 else {}),
     }
 
 
@@ -108,27 +112,32 @@ def check_format(header: Header, tokens: int, expected: KVFormat | None) -> KVFo
     fields = header.fields
     if expected is not None:
         said = format_fields(expected) | {"heads": str(expected.heads)}
-        if any(fields[name] != text for name, text in said.items()):
+        if any(fields[name] != text for name, text in said.items()) or fields.get(NUMBERS) != said.get(NUMBERS):
             raise ValueError("the entry's format differs from the engine's")
     names = ("layers", "heads", "k_dim", "v_dim", "dtype", "windowed", "tail")
-    kv_format = expected or _format(*(fields[name] for name in names))
+    kv_format = expected or _format(*(fields[name] for name in names), fields.get(NUMBERS))
     if header.tokens[1] - header.tokens[0] != 4 * tokens:
         raise ValueError("the number of tokens differs from the one in the key")
     context_bytes = header.context[1] - header.context[0]
     if context_bytes % 4 or context_bytes > MOST_CONTEXT_BYTES:
         raise ValueError("the size of the context is invalid")
-    numbers = kv_format.num_elements(tokens)
-    if header.kv[1] - header.kv[0] != kv_format.heads * numbers * kv_format.dtype.itemsize:
+    if header.kv[1] - header.kv[0] != kv_format.nbytes(tokens):
         raise ValueError("the size of the KV does not match its format")
-    if header.shape != [kv_format.heads, numbers]:
+    if header.shape != [kv_format.heads, kv_format.num_elements(tokens)]:
         raise ValueError("the shape of the KV does not match its format")
     return kv_format
 
 
 @lru_cache(maxsize=16)
-def _format(layers: str, heads: str, k_dim: str, v_dim: str, dtype: str, windowed: str, tail: str) -> KVFormat:
+def _format(
+    layers: str, heads: str, k_dim: str, v_dim: str, dtype: str, windowed: str, tail: str, numbers: str | None
+) -> KVFormat:
+    if numbers not in (None, INT8):
+        raise ValueError(f"unknown numbers: {shown(numbers)}")
     tails = WindowTails(tuple(map(_count, windowed.split())), _count(tail))
-    return KVFormat(_count(layers), _count(heads), _count(k_dim), _count(v_dim), _DTYPES[dtype], tails)
+    return KVFormat(
+        _count(layers), _count(heads), _count(k_dim), _count(v_dim), _DTYPES[dtype], tails, numbers == INT8
+    )
 
 
 def _count(text: str) -> int:

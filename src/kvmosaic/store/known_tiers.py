@@ -154,8 +154,8 @@ class KnownTiers:
         return entry, None
 
     def takes(self, entry: ChunkKV) -> bool:
-        """Whether an entry has the format of this store."""
-        return self.format is None or entry.format == self.format
+        """Whether an entry has the format of this store, in the numbers that its key says."""
+        return self.format is None or entry.format == self.format.of(entry.key)
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         """Pin keys once more, so that they are not evicted. The lock is held."""

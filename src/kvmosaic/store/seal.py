@@ -7,6 +7,7 @@ from typing import Protocol
 import xxhash
 
 from kvmosaic.core.entry import KVFormat
+from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.store_key import StoreKey
 from kvmosaic.store.memory import Bytes
 
@@ -80,6 +81,10 @@ class EntryCheck:
         if self.format is None:
             return self
         return replace(self, format=replace(self.format.of_layers(first_layer, last_layer), heads=1))
+
+    def of(self, key: ChunkKey) -> "EntryCheck":
+        """The requirements for the entry of ``key``, which says whether it is in 8 bits."""
+        return self if self.format is None else replace(self, format=self.format.of(key))
 
 
 ANY_ENTRY = EntryCheck()

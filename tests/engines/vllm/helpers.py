@@ -231,8 +231,9 @@ def paged_caches() -> list[torch.Tensor]:
 def fill_alone(context: Sequence[int], tokens: Sequence[int]) -> Any:
     """Canonical K and V of one chunk, computed in blocks that nobody uses just now."""
     side = worker_side()
-    [kv] = side.paged.fill(context, [tokens], [list(range(1, 40)) for _ in side.forward.kv.block_sizes])
-    return kv
+    blocks = [list(range(1, 40)) for _ in side.forward.kv.block_sizes]
+    [packed] = side.paged.fill(context, [tokens], blocks, side.paged.format)
+    return packed.layers()
 
 
 def fill_in_background(fills: Sequence[Any]) -> None:

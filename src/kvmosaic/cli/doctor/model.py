@@ -126,11 +126,14 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, ranks: 
     about = "about " if any(getattr(text, name, None) for name in odd) else ""
     places = [("device pool", device_pool(settings)), ("host", int(settings.host_memory))]
     for dtype in _dtypes(config, text, vllm_config):
-        size = KVFormat(own_layers, own_heads, k_dim, v_dim, dtype).bytes_per_token
+        sizes, is_int8 = (own_layers, own_heads, k_dim, v_dim), settings.entry_dtype == "int8"
+        size = KVFormat(*sizes, dtype, is_int8=is_int8).bytes_per_token
         room = ", ".join(f"{place} {budget // size:,}" for place, budget in places if budget)
         share = " on each rank" if (own_heads, own_layers) != (kv_heads, text.num_hidden_layers) else ""
         yield Row(
-            f"KV in {_name(dtype)}", "ok", f"{about}{size / 1024:.1f} KiB a token{share}; tokens that fit: {room}"
+            f"KV in {_name(dtype)}{', documents in int8' if is_int8 else ''}",
+            "ok",
+            f"{about}{size / 1024:.1f} KiB a token{share}; tokens that fit: {room}",
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, PackedKV
 from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.learned_sink import LearnedSink
@@ -83,7 +83,7 @@ class HFChunkCache(ChunkCache):
         tokens = () if self._sink_kv is not None else context
         computed = self._engine.fill(tokens, list(chunks.values()), length, sink=self._sink_kv)
         for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
-            entries.append(self.put(key, chunk, context, k, v))
+            entries.append(self.put(key, chunk, context, PackedKV.of(k, v, self.document_format)))
             self.store.wait_for_room()  # no request decodes meanwhile, so entries need not be dropped
         return entries
 

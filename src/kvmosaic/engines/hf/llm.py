@@ -98,7 +98,10 @@ class LLM:
         self._off_reason = None
         if self.config.self_test:
             after = self.config.chunk_context
-            self._off_reason = self_test(self._engine, sink, after, is_sink_placed=learned is not None)
+            is_int8 = self.config.entry_dtype == "int8"
+            self._off_reason = self_test(
+                self._engine, sink, after, is_sink_placed=learned is not None, is_int8=is_int8
+            )
         if self._off_reason is not None:
             self._engine = None
             logger.error(OFF, self._off_reason)

@@ -76,6 +76,8 @@ class ChunkFetch:
     request_id: str
     chunks: tuple[tuple[bytes, int], ...]
     """Content hash and number of tokens of each."""
+    is_exact: bool = False
+    """Whether they are parts of an exact prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)

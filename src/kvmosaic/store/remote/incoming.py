@@ -35,6 +35,7 @@ class IncomingEntry:
         self.key = key
         self._keys = part_keys(key)
         heads = HeadRange.parse(key.heads)
+        check = check.of(key)
         self._checks = [check]
         if heads is not None:
             self._checks = [check.of_part(*span) for span in own_spans(heads)] * heads.count
@@ -42,7 +43,7 @@ class IncomingEntry:
         self._values: dict[int, list[Bytes]] = {}
         self._refused_bytes = 0
         formats = [each.format or seen for each in self._checks]
-        self._kv_bytes = [0 if each is None else _kv_bytes(each, key.num_tokens) for each in formats]
+        self._kv_bytes = [0 if each is None else each.nbytes(key.num_tokens) for each in formats]
         self._begins = [0, *accumulate(self._kv_bytes)]
         """Place of each value's KV in ``block``, in bytes."""
 
@@ -89,10 +90,6 @@ class IncomingEntry:
     def expected_bytes(self) -> int:
         """Approximate bytes of all values, according to the format; 0 if that is unknown."""
         return self._begins[-1]
-
-
-def _kv_bytes(kv_format: KVFormat, tokens: int) -> int:
-    return kv_format.heads * kv_format.num_elements(tokens) * kv_format.dtype.itemsize
 
 
 class IncomingEntries:

@@ -66,7 +66,7 @@ class DeviceTier(Tier):
     def put(self, entry: ChunkKV) -> int:
         with self._lock:
             start = self._take(_aligned(entry.nbytes))
-            place = self._pool[start : start + entry.nbytes].view(entry.format.dtype).view(entry.data.shape)
+            place = self._pool[start : start + entry.nbytes].view(entry.format.stored_dtype).view(entry.data.shape)
             stream = self._current_stream()
             for reader in list(self._readers.values()):
                 if stream is not None and stream != reader:

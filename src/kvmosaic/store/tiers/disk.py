@@ -104,7 +104,7 @@ class DiskTier(Tier):
         *folders, name = parts = entry_path(key).parts
         try:
             with folder_below(self._root, folders) as folder:
-                return read_entry(folder, name, key, self._check, is_counted=self._counts_reads)
+                return read_entry(folder, name, key, self._check.of(key), is_counted=self._counts_reads)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except CorruptEntryError as error:

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from kvmosaic.blend.base import KVPart
-from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat
+from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat, PackedKV
 from kvmosaic.core.window import WindowTails
-from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
@@ -30,7 +29,7 @@ class RequestBlocks(ABC):
 
     _forward: SparseForward
     format: KVFormat
-    """Format of this engine's entries. Sizes are taken from it, never from an entry."""
+    """Format of this engine's exact entries. Sizes are taken from it, never from an entry."""
 
     @property
     def tails(self) -> WindowTails:
@@ -41,7 +40,7 @@ class RequestBlocks(ABC):
         """Raise a ``ValueError`` if an entry has another format, because it would be written into other requests'
         blocks. The store returns no such entry."""
         for entry, _ in moves:
-            if entry.format != self.format:
+            if entry.format != self.format.of(entry.key):
                 raise ValueError(f"an entry of {entry.format} cannot be placed where there is {self.format}")
 
     @abstractmethod
@@ -53,8 +52,10 @@ class RequestBlocks(ABC):
         engine's stream."""
 
     @abstractmethod
-    def compute(self, runs: Sequence[Run], ranges: Sequence[RunRange]) -> list[KV]:
-        """Compute runs, and return the KV of ``ranges`` of them."""
+    def compute(
+        self, runs: Sequence[Run], ranges: Sequence[RunRange] = (), form: KVFormat | None = None
+    ) -> list[PackedKV]:
+        """Compute runs, and return the KV of ``ranges`` of them in the format ``form``, by default exactly."""
 
     @property
     @abstractmethod
@@ -62,8 +63,8 @@ class RequestBlocks(ABC):
         """Whether :meth:`read` works with this cache."""
 
     @abstractmethod
-    def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
-        """The KV at positions ``start .. end-1`` of a sequence."""
+    def read(self, blocks: Sequence[int], start: int, end: int, form: KVFormat) -> PackedKV:
+        """The KV at positions ``start .. end-1`` of a sequence, in the format ``form``."""
 
     @abstractmethod
     def reused(
@@ -81,11 +82,12 @@ class RequestBlocks(ABC):
         context: Sequence[int],
         chunks: Sequence[Sequence[int]],
         blocks: Sequence[Sequence[int]],
+        form: KVFormat,
         sink: ChunkKV | None = None,
         adapter_id: int = 0,
-    ) -> list[KV]:
-        """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses. The
-        blocks have room for any one of the chunks; as many chunks as fit are computed at a time.
+    ) -> list[PackedKV]:
+        """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses, in the
+        format ``form``. The blocks have room for any one of the chunks; as many chunks as fit are computed at a time.
 
         The part of the context that fills whole blocks is computed once. The rest shares a block with the chunk, so
         it is computed for each chunk. If ``context`` stands for a learned ``sink``, the sink is placed instead, and
@@ -94,7 +96,7 @@ class RequestBlocks(ABC):
         sizes = self._forward.kv.block_sizes
         shared = len(context) // lcm(*sizes) * lcm(*sizes)
         first = [shared // size for size in sizes]
-        results: list[KV] = []
+        results: list[PackedKV] = []
         runs = [Run(context[:shared], 0, blocks, adapter_id)] if shared and sink is None else []
         used = list(first)
         if sink is not None:
@@ -104,7 +106,7 @@ class RequestBlocks(ABC):
             ranges = [
                 RunRange(index, len(context), run.end) for index, run in enumerate(runs) if run.end > len(context)
             ]
-            results.extend(self.compute(runs, ranges))
+            results.extend(self.compute(runs, ranges, form))
             runs.clear()
 
         for chunk in chunks:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvmosaic.blend.base import KVPart
-from kvmosaic.core.entry import ChunkKV, KVFormat
+from kvmosaic.core.entry import ChunkKV, KVFormat, PackedKV
 from kvmosaic.core.rotation import CosSin, rotate_
-from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.rotary import LayerRotary, turns_for
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
@@ -99,11 +98,13 @@ class BackendBlocks(RequestBlocks):
     def can_read(self) -> bool:
         return self._reader is not None
 
-    def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
+    def read(self, blocks: Sequence[int], start: int, end: int, form: KVFormat) -> PackedKV:
         assert self._reader is not None
-        return self._reader.read(blocks, start, end)
+        return PackedKV.of(*self._reader.read(blocks, start, end), form)
 
-    def compute(self, runs: Sequence[Run], ranges: Sequence[RunRange]) -> list[KV]:
+    def compute(
+        self, runs: Sequence[Run], ranges: Sequence[RunRange] = (), form: KVFormat | None = None
+    ) -> list[PackedKV]:
         if not ranges:
             self._forward.run(runs)
             return []
@@ -116,5 +117,6 @@ class BackendBlocks(RequestBlocks):
             offset = begins[each.run] - runs[each.run].start
             inside = slice(offset + each.start, offset + each.end)
             # [layers, tokens, heads, dim] -> [heads, layers, tokens, dim]
-            results.append((k[:, inside].permute(2, 0, 1, 3), v[:, inside].permute(2, 0, 1, 3)))
+            own_k, own_v = (part[:, inside].permute(2, 0, 1, 3) for part in (k, v))
+            results.append(PackedKV.of(own_k, own_v, form or self.format))
         return results

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kvmosaic.blend.base import KVPart
-from kvmosaic.core.entry import ChunkKV, KVFormat
-from kvmosaic.engines.chunk_cache import KV
+from kvmosaic.core.entry import ChunkKV, KVFormat, PackedKV
+from kvmosaic.core.window import WHOLE
 from kvmosaic.engines.rotary import LayerRotary
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
@@ -88,7 +88,9 @@ class KernelBlocks(RequestBlocks):
         self._being_read.append((over, [move.data for move in from_host]))
         return over
 
-    def compute(self, runs: Sequence[Run], ranges: Sequence[RunRange]) -> list[KV]:
+    def compute(
+        self, runs: Sequence[Run], ranges: Sequence[RunRange] = (), form: KVFormat | None = None
+    ) -> list[PackedKV]:
         self._forward.run(runs)
         if not ranges:
             return []
@@ -100,9 +102,12 @@ class KernelBlocks(RequestBlocks):
         for index in sorted({each.run for each in ranges}):
             begins[index] = len(blocks) * size
             blocks += runs[index].blocks[0][: -(-runs[index].end // size)]
-        moves = [self._room(begins[each.run] + each.start, each.end - each.start) for each in ranges]
-        gather(moves, self._caches, blocks)
-        return [_split(move, self._caches) for move in moves]
+        form = form or self.format
+        moves = [
+            _room(form, self._forward.kv, each.end - each.start, begins[each.run] + each.start) for each in ranges
+        ]
+        gather(moves, self._caches, blocks, form.tails)
+        return [PackedKV(move.data, form, move.tokens) for move in moves]
 
     def reused(
         self,
@@ -124,21 +129,19 @@ class KernelBlocks(RequestBlocks):
     def can_read(self) -> bool:
         return True
 
-    def read(self, blocks: Sequence[int], start: int, end: int) -> KV:
+    def read(self, blocks: Sequence[int], start: int, end: int, form: KVFormat) -> PackedKV:
         self._arrivals.wait_for_all()
-        move = self._room(start, end - start)
-        gather([move], self._caches, blocks)
-        return _split(move, self._caches)
-
-    def _room(self, position: int, tokens: int) -> Move:
-        """An empty buffer for ``tokens`` from ``position`` on."""
-        return _empty_move(self._caches, self._forward.kv, tokens, position)
+        move = _room(form, self._forward.kv, end - start, start)
+        gather([move], self._caches, blocks, form.tails)
+        return PackedKV(move.data, form, move.tokens)
 
 
-def _empty_move(caches: PagedCaches, kv: KVLayers, tokens: int, position: int) -> Move:
-    cache = caches.layers[0]
-    shape = (kv.layers[0].kv_heads, len(caches.layers) * tokens * cache.shape[-1])
-    return Move(torch.empty(shape, dtype=cache.dtype, device=kv.device), tokens, 0, position)
+def _room(form: KVFormat, kv: KVLayers, tokens: int, position: int) -> Move:
+    """A buffer for ``tokens`` from ``position`` on."""
+    # Scales have places that the kernel does not write, and equal entries have to have equal bytes.
+    make = torch.zeros if form.is_int8 else torch.empty
+    data = make((form.heads, form.num_elements(tokens)), dtype=form.stored_dtype, device=kv.device)
+    return Move(data, tokens, 0, position)
 
 
 def _reads_what_the_backend_wrote(kv: KVLayers, caches: PagedCaches) -> bool:
@@ -153,9 +156,10 @@ def _reads_what_the_backend_wrote(kv: KVLayers, caches: PagedCaches) -> bool:
     slots = kv.slots(torch.arange(tokens, device=kv.device), [blocks])
     for each in kv.layers:
         kv.write(each, k, v, slots)
-    move = _empty_move(caches, kv, tokens, 0)
+    form = caches.format(WHOLE, is_int8=False)
+    move = _room(form, kv, tokens, 0)
     gather_reference([move], caches, blocks)
-    ours = _split(move, caches)
+    ours = PackedKV(move.data, form, tokens).layers()
     is_same = all(
         torch.equal(mine[:, index], theirs.transpose(0, 1))
         for index in range(len(caches.layers))
@@ -164,13 +168,6 @@ def _reads_what_the_backend_wrote(kv: KVLayers, caches: PagedCaches) -> bool:
     if not is_same:
         logger.warning("this attention backend packs its cache; chunks are copied by its own writer, which is slower")
     return is_same
-
-
-def _split(move: Move, caches: PagedCaches) -> KV:
-    """K and V from the data of an entry that has all tokens of all layers."""
-    layered = move.data.view(len(move.data), len(caches.layers), -1)
-    split, shape = move.tokens * caches.k_dim, (*layered.shape[:2], move.tokens)
-    return layered[..., :split].view(*shape, caches.k_dim), layered[..., split:].view(*shape, caches.v_dim)
 
 
 def _readable(data: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ class PrefixScheduler:
             exact.waiting_for = set(range(self._shape.ranks)) if slow else set()
             if slow:
                 pairs = tuple((digest, self._segment) for digest in slow)
-                work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=pairs))
+                work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=pairs, is_exact=True))
         index = local // self._segment
         # In that case vLLM alone cannot continue from here. The worker computes the segment if the store lacks it.
         exact.end = (index + 1) * self._segment if self.begins_inside(request, local) else local

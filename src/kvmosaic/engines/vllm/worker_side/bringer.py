@@ -116,7 +116,7 @@ class Bringer:
         if not load.is_findable or not span or load.start > span.start:
             return []
         tokens, context = prompt.tokens_of(span), prompt.token_ids[: span.start]
-        return [Segment(span, tokens, context, self._cache.key(tokens, context))]
+        return [Segment(span, tokens, context, self._cache.exact_key(tokens, context))]
 
     def _find(
         self, chunks: Sequence[Segment], remainder: Sequence[Segment], load: ChunkLoad, pins: ExitStack

@@ -53,7 +53,7 @@ class StoredDocuments:
 
     def _entries(self) -> Iterator[EntryInfo]:
         for info in self._cache.store.scan():
-            if info.key == self._cache.key_of_hash(info.key.content_hash, info.key.num_tokens):
+            if self._cache.makes(info.key):
                 yield info
 
     def _described(self, info: EntryInfo, shows_text: bool) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, PackedKV
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.engines.chunk_cache import KV, ChunkCache
+from kvmosaic.core.window import WHOLE
+from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.messages import Adapter, ChunkFill, FillSlice, adapter_id
@@ -29,7 +30,7 @@ class _HalfFilled:
     digest: bytes
     tokens: list[int] = field(default_factory=list)
     """Tokens of its context and its own that are computed or placed."""
-    pieces: list[KV] = field(default_factory=list)
+    pieces: list[PackedKV] = field(default_factory=list)
     """Its KV until now, if blocks cannot be read."""
 
 
@@ -69,10 +70,11 @@ class ChunkFiller:
         them. ``adapter``: the adapter that they are computed with, which can be used."""
         once, each = (0, 0) if self._sink is not None else self._shape.fill_shares(len(context))
         with self._timer.stage("fill", once + sum(each + len(tokens) for tokens in chunks.values())):
-            computed = self._paged.fill(context, list(chunks.values()), blocks, self._sink, adapter_id(adapter))
+            form, tokens = self._cache.document_format, list(chunks.values())
+            computed = self._paged.fill(context, tokens, blocks, form, self._sink, adapter_id(adapter))
             entries = {
-                key: self._stored(key, tokens, context, kv)
-                for (key, tokens), kv in zip(chunks.items(), computed, strict=True)
+                key: self._stored(key, tokens, context, packed)
+                for (key, tokens), packed in zip(chunks.items(), computed, strict=True)
             }
         self._count(len(chunks), sum(map(len, chunks.values())))
         return entries
@@ -113,7 +115,9 @@ class ChunkFiller:
         captures = not self._paged.can_read and run.end > first
         with self._timer.stage("fill", len(part.tokens)):
             # All ranks have to compute it, including a rank that failed in an earlier step and will store nothing.
-            computed = self._paged.compute([run], [RunRange(0, first, run.end)] if captures else [])
+            # Exactly, and with all tokens: pieces have to be joined before anything is left out or rounded.
+            whole = replace(self._paged.format, tails=WHOLE)
+            computed = self._paged.compute([run], [RunRange(0, first, run.end)] if captures else [], whole)
         if part.start == placed:
             self._half_filled = _HalfFilled(part.digest, list(self._cache.sink[:placed]))
         half = self._half_filled
@@ -124,12 +128,15 @@ class ChunkFiller:
         if not part.is_last:
             return True
         self._half_filled = None
+        form = self._cache.document_format
         if self._paged.can_read:
-            k, v = self._paged.read(part.blocks[0], part.context_tokens, run.end)
+            packed = self._paged.read(part.blocks[0], part.context_tokens, run.end, form)
         else:
-            k, v = (torch.cat(rows, dim=2) for rows in zip(*half.pieces, strict=True))
+            pieces = zip(*(piece.layers() for piece in half.pieces), strict=True)
+            k, v = (torch.cat(rows, dim=2) for rows in pieces)
+            packed = PackedKV.of(k, v, form)
         context, tokens = half.tokens[: part.context_tokens], half.tokens[part.context_tokens :]
-        self._stored(self._cache.key_of_hash(part.digest, len(tokens)), tokens, context, (k, v))
+        self._stored(self._cache.key_of_hash(part.digest, len(tokens)), tokens, context, packed)
         self._count(1, len(tokens))
         return True
 
@@ -137,9 +144,9 @@ class ChunkFiller:
         self._stats.count_alike("chunks_filled", "", chunks)
         self._stats.count_alike("tokens", "filled", tokens)
 
-    def _stored(self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], kv: KV) -> ChunkKV:
+    def _stored(self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], packed: PackedKV) -> ChunkKV:
         """The entry, which is also stored if the store accepts it."""
-        entry = self._cache.entry(key, tokens, context, *kv)
+        entry = self._cache.entry(key, tokens, context, packed)
         try:
             self._cache.keep(entry)
         except Exception:

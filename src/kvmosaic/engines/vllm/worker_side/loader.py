@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvmosaic.core.entry import PackedKV
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.results import Fallback, joined
@@ -176,12 +177,12 @@ class ChunkLoader:
         if computed is None:
             self._compute_again(due)
             return
-        for segment, (k, v) in zip(segments, computed, strict=True):
-            self._store(segment, k, v)
+        for segment, packed in zip(segments, computed, strict=True):
+            self._store(segment, packed)
 
-    def _store(self, segment: Segment, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _store(self, segment: Segment, packed: PackedKV) -> None:
         try:
-            self._cache.put(segment.key, segment.tokens, segment.context, k, v, "system-tail")
+            self._cache.put(segment.key, segment.tokens, segment.context, packed, "system-tail")
         except Exception:
             logger.exception("could not store the end of a system prompt, of %d tokens", len(segment.tokens))
             self._stats.failed("store")

@@ -52,9 +52,9 @@ class PrefixLoader:
         for start, digest in save.segments:
             try:
                 end = start + save.segment_tokens
-                k, v = self._paged.read(save.blocks, start, end)
-                key = self._cache.key_of_hash(digest, save.segment_tokens)
-                self._cache.put(key, save.tokens[start:end], save.tokens[:start], k, v, "prefix-part")
+                packed = self._paged.read(save.blocks, start, end, self._paged.format)
+                key = self._cache.key_of_hash(digest, save.segment_tokens, is_exact=True)
+                self._cache.put(key, save.tokens[start:end], save.tokens[:start], packed, "prefix-part")
                 self._stats.count_alike("tokens", "saved", save.segment_tokens)
             except Exception:  # noqa: PERF203 - the other segments can still be stored
                 logger.exception("could not store a segment of an exact prefix")
@@ -63,7 +63,7 @@ class PrefixLoader:
     def load(self, load: PrefixLoad) -> None:
         """Load positions from ``load.start`` to the end of the tokens into the request's blocks. They are computed if
         the store turns out not to have all of them."""
-        keys = [self._cache.key_of_hash(digest, load.segment_tokens) for digest in load.digests]
+        keys = [self._cache.key_of_hash(digest, load.segment_tokens, is_exact=True) for digest in load.digests]
         wanted = range(load.start // load.segment_tokens, len(keys))
         with ExitStack() as pins:
             found: list[tuple[ChunkKV, int]] = []

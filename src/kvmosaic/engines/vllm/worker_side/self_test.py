@@ -1,12 +1,13 @@
 """The start-up gate's trial inside vLLM. It runs when the KV cache exists and no block of it is in use yet."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from kvmosaic.core.entry import ChunkKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.identity import chunk_context
 from kvmosaic.engines.self_test import failure, trial_entry, trial_prompts, trial_sink
@@ -28,13 +29,14 @@ def self_test(
     ranks: Ranks,
     *,
     is_sink_placed: bool = False,
+    is_int8: bool = False,
 ) -> str | None:
     """Why chunks must not be reused, in one line, the same on all ranks; ``None`` when all is well. ``model`` is
     vLLM's ``ModelConfig``, ``context`` the setting ``chunk_context``; ``is_sink_placed``: whether fills come after KV
-    that is placed, as with a learned sink."""
+    that is placed, as with a learned sink; ``is_int8``: whether chunks are stored in 8 bits."""
     after = trial_sink(context, sink, model.get_vocab_size(), is_placed=is_sink_placed)
     trials = (
-        VllmTrial(prompt, chunk_context(context, prompt, after), forward, blocks, ranks, is_sink_placed)
+        VllmTrial(prompt, chunk_context(context, prompt, after), forward, blocks, ranks, is_sink_placed, is_int8)
         for prompt in trial_prompts(len(after), model.get_vocab_size(), model.max_model_len)
     )
     return failure(trials, model.dtype, ranks.count)
@@ -53,8 +55,10 @@ class VllmTrial:
         blocks: RequestBlocks,
         ranks: Ranks,
         is_sink_placed: bool = False,
+        is_int8: bool = False,
     ) -> None:
         self._prompt = prompt
+        self._is_int8 = is_int8
         self._is_sink_placed = is_sink_placed
         self._context = context
         self._forward = forward
@@ -69,13 +73,19 @@ class VllmTrial:
 
     def recomputed(self) -> torch.Tensor:
         question = self._prompt.question
-        self._move()
+        self._move(self._entries)
         starts = range(0, question.start, RUN_TOKENS)
         runs = [Span(start, min(start + RUN_TOKENS, question.start)) for start in starts]
         return self._outputs([*runs, question])
 
     def moved(self) -> torch.Tensor:
-        self._move()
+        self._move(self._entries)
+        return self._outputs([self._prompt.system, self._prompt.question])
+
+    def in_8_bits(self) -> torch.Tensor | None:
+        if not self._is_int8:
+            return None
+        self._move(self._filled(replace(self._kv.format, is_int8=True)))
         return self._outputs([self._prompt.system, self._prompt.question])
 
     def in_place(self, shift: int) -> torch.Tensor:
@@ -95,17 +105,20 @@ class VllmTrial:
 
     @cached_property
     def _entries(self) -> list[ChunkKV]:
-        chunks = [self._prompt.tokens_of(span) for span in self._prompt.chunks]
-        tails, sink = self._kv.tails, None
-        if self._is_sink_placed:
-            [own] = self._kv.fill((), [self._context], self._blocks)
-            sink = trial_entry(self._context, (), own, tails)
-        filled = self._kv.fill(self._context, chunks, self._blocks, sink)
-        return [trial_entry(tokens, self._context, kv, tails) for tokens, kv in zip(chunks, filled, strict=True)]
+        return self._filled(self._kv.format)
 
-    def _move(self) -> None:
+    def _filled(self, form: KVFormat) -> list[ChunkKV]:
+        chunks = [self._prompt.tokens_of(span) for span in self._prompt.chunks]
+        sink = None
+        if self._is_sink_placed:
+            [own] = self._kv.fill((), [self._context], self._blocks, self._kv.format)
+            sink = trial_entry(self._context, (), own)
+        filled = self._kv.fill(self._context, chunks, self._blocks, form, sink)
+        return [trial_entry(tokens, self._context, packed) for tokens, packed in zip(chunks, filled, strict=True)]
+
+    def _move(self, entries: Sequence[ChunkKV]) -> None:
         starts = [span.start for span in self._prompt.chunks]
-        self._kv.place(list(zip(self._entries, starts, strict=True)), self._blocks, 0)
+        self._kv.place(list(zip(entries, starts, strict=True)), self._blocks, 0)
 
     def _outputs(self, spans: Sequence[Span], shift: int = 0) -> torch.Tensor:
         """Compute these tokens, of which the question's come last, and return the question's outputs."""

@@ -146,6 +146,7 @@ class WorkerSide:
                 self.paged,
                 self.ranks,
                 is_sink_placed=sink is not None,
+                is_int8=self.cache.document_format.is_int8,
             )
         if self.off_reason is not None and self.ranks.rank == 0:
             logger.error(OFF, self.off_reason)
@@ -177,7 +178,7 @@ class WorkerSide:
             if is_closed:  # the scheduler does not know this yet
                 self._fetched[fetch.request_id] = 0.0
                 continue
-            keys = [self.cache.key_of_hash(*chunk) for chunk in fetch.chunks]
+            keys = [self.cache.key_of_hash(*chunk, is_exact=fetch.is_exact) for chunk in fetch.chunks]
             self.fetcher.start(fetch.request_id, keys)
         for prefix in work.prefix_loads:
             self.prefixes.load(prefix)
