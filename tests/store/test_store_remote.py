@@ -77,7 +77,7 @@ def test_a_value_is_a_safetensors_file_that_keeps_its_memory() -> None:
     assert torch.equal(tensors["kv"].view(torch.uint8), entry.data.view(torch.uint8))
     assert tuple(tensors["tokens"].tolist()) == entry.tokens
     decoded = decode([value], str(entry.key), ANY_ENTRY)
-    read = decoded.entry(entry.key, decoded.kv)
+    read = decoded.entry(entry.key, decoded.kv, entry.format)
     assert same(read, entry)
     offset = read.data.data_ptr() - value.ctypes.data
     assert 0 < offset < len(value)
