@@ -91,10 +91,10 @@ def quick_model(tmp_path, smollm2_folder):
 
 
 @pytest.mark.slow
-def test_demo(stored, quick_model, monkeypatch):
+def test_demo(stored, quick_model, monkeypatch, tmp_path_factory):
     monkeypatch.setenv("KVMOSAIC_DISK_PATH", str(stored))
     before = sorted(stored.rglob("*"))
-    page = quick_model / "page.html"
+    page = tmp_path_factory.mktemp("demo") / "page.html"
     result = kvmosaic("demo", "--model", quick_model, "--max-tokens", 3, "--html", page, "--json")
     assert sorted(stored.rglob("*")) == before  # the user's store is left alone
     requests = result["requests"]
