@@ -179,6 +179,7 @@ def test_a_batch_that_is_filled_together_has_the_chunks_of_each(roomy, adapters,
 def test_fills_of_an_adapter_wait_for_it_and_are_dropped(roomy, adapters, monkeypatch):
     measure_nothing(monkeypatch)
     set_miss_policy(monkeypatch, roomy, "background")
+    set_overdue(monkeypatch, 1e9)  # only in steps that compute no prompts
     first, _ = two_orders()
     before = len(entries_of())
     ask_one(roomy, first, adapters[0], max_tokens=1)  # over with its only step

@@ -148,6 +148,8 @@ def test_other_models_that_are_supported(build, model):
         "fp8",
         "other-dtype",
         "offloading",
+        "lora-mla",
+        "lora-tower",
         "pooling-runner",
         "pooling-model",
         "encoder-decoder",
