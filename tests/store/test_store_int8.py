@@ -18,7 +18,6 @@ from store_helpers import CONTEXT, same
 from kvmosaic.core.config import load_config
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.heads import HeadRange
-from kvmosaic.core.int8 import LARGEST
 from kvmosaic.core.key import INT8_MARK, ChunkKey, content_hash
 from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.store import ChunkStorageManager, HostTier, MissReason, open_store
@@ -52,7 +51,7 @@ def found(store: ChunkStorageManager, entry: ChunkKV) -> ChunkKV | None:
 def check_values(small: ChunkKV, exact: ChunkKV) -> None:
     for layer in range(exact.format.layers):
         for ours, theirs in zip(small.layer(layer), exact.layer(layer), strict=True):
-            bound = theirs.float().abs().amax(-1, keepdim=True) * (0.51 / LARGEST + torch.finfo(torch.bfloat16).eps)
+            bound = theirs.float().abs().amax(-1, keepdim=True) * (1.01 / 253 + torch.finfo(torch.bfloat16).eps)
             assert ((ours.float() - theirs.float()).abs() <= bound).all()
 
 

@@ -72,6 +72,10 @@ def warm(
             "literal text."
         ),
     ] = None,
+    entry_dtype: Annotated[
+        str | None,
+        typer.Option(help="Numbers that documents are stored in, as the serving engine will be told: auto or int8."),
+    ] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Directory in which KV is stored on disk.")] = None,
     remote: Annotated[
         str | None,
@@ -90,6 +94,7 @@ def warm(
     given = {
         "chunk_separator": chunk_separator,
         "sink_prefix": sink_prefix,
+        "entry_dtype": entry_dtype,
         "disk_path": disk_path,
         "remote": remote,
         "tenant": tenant,

@@ -128,8 +128,7 @@ class ChunkCache:
 
     def makes(self, key: ChunkKey, length: int = ANY_LENGTH) -> bool:
         """Whether a key is one of this cache, for prompts like one of ``length`` tokens."""
-        digest, tokens = key.content_hash, key.num_tokens
-        return any(key == self.key_of_hash(digest, tokens, length, is_exact=is_exact) for is_exact in (False, True))
+        return key == self.key_of_hash(key.content_hash, key.num_tokens, length, is_exact=not key.is_int8)
 
     def _fingerprint(self, length: int, *, is_int8: bool) -> str:
         made_by = self._made_by(length)

@@ -293,8 +293,7 @@ class WorkerSide:
             model_name(model.model),
             sink=self._setup.sink,
             learned=self._setup.learned,
-            # vLLM's rotary tables do not depend on a prompt's length.
-            fingerprint=lambda length: self.names.fingerprint,
+            fingerprint=lambda length: self.names.fingerprint,  # vLLM's tables do not depend on a prompt's length
             share=ranks.share,
             max_positions=model.max_model_len,
             kv_format=kv_format,
