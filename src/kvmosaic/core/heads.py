@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import cast
 
 from kvmosaic.core.errors import ConfigError
 
@@ -37,8 +36,9 @@ class HeadRange:
         found = KEY_PART.fullmatch(text)
         if found is None or found[4] is None:
             return None
-        *numbers, together = (None if number is None else int(number) for number in found.groups())
-        heads = cls(*cast("list[int]", numbers), together)
+        together = None if found[6] is None else int(found[6])
+        first, last, total, first_layer, last_layer = map(int, found.groups()[:5])
+        heads = cls(first, last, total, first_layer, last_layer, together)
         in_order = heads.first <= heads.last < heads.total and heads.first_layer <= heads.last_layer
         if not in_order or str(heads) != text:
             return None
