@@ -37,7 +37,8 @@ class HeadRange:
         if found is None or found[4] is None:
             return None
         together = None if found[6] is None else int(found[6])
-        heads = replace(cls(*map(int, found.groups()[:5])), together=together)
+        first, last, total, first_layer, last_layer = map(int, found.groups()[:5])
+        heads = cls(first, last, total, first_layer, last_layer, together)
         in_order = heads.first <= heads.last < heads.total and heads.first_layer <= heads.last_layer
         if not in_order or str(heads) != text:
             return None

@@ -355,7 +355,7 @@ def scheduler_side(llm: LLM) -> Any:
 def is_idle(llm: LLM) -> bool:
     """Whether the scheduler's side remembers no request."""
     side = scheduler_side(llm)
-    return not side._requests and not side._in_slices
+    return not side._requests and not side._loads.in_slices
 
 
 def waiting_fills(llm: LLM) -> int:

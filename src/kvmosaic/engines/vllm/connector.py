@@ -103,11 +103,11 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker.ranks.stages == 1:  # otherwise the worker has already called it
-            self.start_step(self._get_connector_metadata())
+            self.chunk_cache_step(self._get_connector_metadata())
         if not asks_for_layers(forward_context):
             self.worker.wait_for_all()
 
-    def start_step(self, work: KVConnectorMetadata) -> None:
+    def chunk_cache_step(self, work: KVConnectorMetadata) -> None:
         """Do the work of a step that comes before its forward."""
         assert isinstance(work, StepWork)
         if work.engine_id != self._setup.engine_id:

@@ -65,7 +65,7 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         hidden states before it asks the connector, and would take ours for those of the step."""
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
             connector: Any = get_kv_transfer_group()
-            connector.start_step(scheduler_output.kv_connector_metadata)
+            connector.chunk_cache_step(scheduler_output.kv_connector_metadata)
         return super().execute_model(scheduler_output)
 
     def chunk_cache_warm_states(self, chunks: list[list[int]]) -> list[str]:

@@ -437,7 +437,7 @@ class Simulation:
         ours = self.ours
         assert not self.vllm.requests
         assert self.pool.get_num_free_blocks() == self.blocks
-        for kept in (ours._requests, ours._reports._told, ours._reports._notes, ours._is_running, ours._in_slices):
+        for kept in (ours._requests, ours._reports._told, ours._reports._notes, ours._running, ours._loads.in_slices):
             assert not kept
         assert not ours.prefixes._requests
         assert not ours.prefixes._finished

@@ -40,7 +40,7 @@ def test_it_runs_no_longer_once_it_is_finished_or_left_out_of_as_many_steps():
 
 def test_blocks_of_a_long_chunk_are_kept_over_an_empty_step():
     side = staged(2)
-    side.add(ask_about(list(range(100, 100 + 3 * STEP)), name="first"))
+    side.ask(side.add(ask_about(list(range(100, 100 + 3 * STEP)), name="first")))
     side.run("first")
     before = side.pool.get_num_free_blocks()
     assert before < 200

@@ -14,7 +14,7 @@ class OneRank(Ranks):
     """Without a process group."""
 
     def __init__(self):
-        self.rank, self.count = 0, 1
+        self.rank, self.count, self._groups = 0, 1, []
 
 
 class Model(torch.nn.Linear):

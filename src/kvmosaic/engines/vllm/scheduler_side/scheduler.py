@@ -1,7 +1,6 @@
 """Scheduler side: which requests have chunks, what to wait for, how many tokens the worker loads."""
 
 import logging
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,10 +20,12 @@ from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts, weights_salt
 from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
 from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
+from kvmosaic.engines.vllm.scheduler_side.loads import Loads
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from kvmosaic.engines.vllm.scheduler_side.prefix import PrefixScheduler
 from kvmosaic.engines.vllm.scheduler_side.report import Reports, plain_chunks, reuse_report
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
+from kvmosaic.engines.vllm.scheduler_side.running import RunningRequests
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS, WaitingRoom
 from kvmosaic.engines.vllm.setup import EngineSetup
@@ -55,20 +56,12 @@ class ChunkScheduler:
         self._pool: FreeBlocks | None = None
         self._lender: BlockLender | None = None
         self._requests: dict[str, ChunkRequest] = {}
-        self._latest_steps: deque[set[str]] = deque(maxlen=shape.stages)
-        """Requests of the latest steps, without those that are finished. vLLM plans a step while earlier ones are
-        still in other pipeline stages. It leaves out their requests, so the step may be empty."""
-        self._in_slices: set[str] = set()
-        """Requests that are being loaded in several steps."""
+        self._running = RunningRequests(shape.stages)
         self._salt: BlockSalt | None = None  # for all requests that arrive after weights changed
         self._work = StepWork(engine_id=setup.engine_id)
         self.stats = ChunkStats()
         self._reports = Reports(self.stats)
-
-    @property
-    def _is_running(self) -> bool:
-        """Whether a request is being computed, as far as is known."""
-        return any(self._latest_steps)
+        self._loads = Loads(config, shape, self._admission, self.stats)
 
     def bind(self, pool: FreeBlocks) -> None:
         """Set the ``pool`` from which blocks are borrowed. vLLM creates it after the connector."""
@@ -138,7 +131,7 @@ class ChunkScheduler:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
-        is_alone = not self._is_running
+        is_alone = not self._running
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):
             return self._serve_plainly(ours, local, matched), False
@@ -160,11 +153,13 @@ class ChunkScheduler:
             ours.is_in_slices = False
             return  # all slices are done, and these blocks are for the question
         local = ours.prompt.question.start - num_external
+        assert self._lender is not None
         if num_external:  # first of all: from here on, vLLM relies on the load
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
             # A salt or an adapter sets a prompt's tokens apart from the same tokens of others.
             is_findable = request.cache_salt is None and request.lora_request is None and not ours.is_stale
-            self._load(ours, local, ids, is_findable=is_findable)
+            told = {"is_findable": is_findable, "is_reported": request.request_id in self._reports}
+            self._work.loads.append(self._loads.begin(ours, local, ids, self._lender, **told))
         elif ours.has_fetched:
             self._work.released.append(ours.request_id)
         with self.stats.doing_without("a request's report"):
@@ -176,35 +171,12 @@ class ChunkScheduler:
                 count_cached_tokens(request, local, ours.report["reused_tokens"])
         ours.reset_after_alloc()
 
-    def _load(
-        self, request: ChunkRequest, local: int, ids: tuple[tuple[int, ...], ...], *, is_findable: bool
-    ) -> None:
-        assert local % self._shape.block_size == 0
-        assert self._lender is not None
-        spare: tuple[int, ...] = ()
-        with self.stats.doing_without("lending blocks"):
-            spare = self._lender.lend(request, local, len(ids[0]))
-        # A chunk that was lost since this plan was made is computed in slices, not filled in the first of them.
-        fill = self._config.miss_policy == "fill-first" and not (
-            request.is_long and self._admission.finds_all(request, local)
-        )
-        is_reported = request.request_id in self._reports
-        load = request.load(local, ids, spare, fill=fill, is_findable=is_findable, is_reported=is_reported)
-        self._work.loads.append(load)
-        if request.is_long:
-            request.is_in_slices = True
-            self._in_slices.add(request.request_id)
-        with self.stats.doing_without("counting a step's tokens"):
-            if request.predicted is not None:
-                self.stats.observe("predicted", request.predicted)
-            self._admission.admit(request, local)
-
     def take_work(self, step: Step) -> StepWork:
         """The workers' part of ``step``, which is being planned."""
         assert self._pool is not None
         assert self._lender is not None
         self._tables.follow(step)
-        self._latest_steps.append(set(step.scheduled))
+        self._running.follow(step)
         with self.stats.doing_without("filling in the background"):
             dropped = self._backlog.use_adapters(self._adapters.in_step(step), self._pool)
             if dropped:
@@ -214,12 +186,13 @@ class ChunkScheduler:
                 self._pool,
                 self._admission.tokens_to_fill(step.total_tokens),
                 pass_tokens=self._admission.pass_tokens,
-                is_full=bool(self._in_slices),
-                others_run=self._is_running,
+                is_full=bool(self._loads.in_slices),
+                others_run=bool(self._running),
             )
         self._lender.take_back()
-        self._work.slice_tokens = self._admission.slice_tokens(step.total_tokens) if self._in_slices else 0
-        self._admission.begin_step(has_slices=bool(self._in_slices))
+        has_slices = bool(self._loads.in_slices)
+        self._work.slice_tokens = self._admission.slice_tokens(step.total_tokens) if has_slices else 0
+        self._admission.begin_step(has_slices=has_slices)
         with self.stats.doing_without("saving prefixes"):
             self._work.prefix_saves = self.prefixes.due(step, self._tables)
         work, self._work = self._work, StepWork(engine_id=self._work.engine_id, weights=self._work.weights)
@@ -272,15 +245,12 @@ class ChunkScheduler:
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         """All slices of these requests are loaded, so they can continue."""
-        self._in_slices.difference_update(request_ids)
-        if not self._in_slices:
-            self._admission.slices_are_done()
+        self._loads.done(request_ids)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request finished or was aborted. Returns the report on its chunks, if it asked for one."""
-        for requests in self._latest_steps:
-            requests.discard(request.request_id)
-        if not self._is_running and self._pool is not None:
+        self._running.finished(request.request_id)
+        if not self._running and self._pool is not None:
             # There may be no further step, and vLLM expects all blocks to be free.
             self._backlog.let_go(self._pool)
         self._adapters.finished(request.request_id)

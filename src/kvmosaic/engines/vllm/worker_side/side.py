@@ -39,6 +39,7 @@ from kvmosaic.engines.vllm.worker_side.names import EntryNames
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from kvmosaic.engines.vllm.worker_side.sink import sink_entry
+from kvmosaic.engines.vllm.worker_side.store_stats import StoreStats
 from kvmosaic.engines.vllm.worker_side.tiers import say_what_is_on
 from kvmosaic.engines.vllm.worker_side.weights import EngineWeights
 
@@ -130,7 +131,7 @@ class WorkerSide:
             stats=self.stats,
         )
         self.prefixes = PrefixLoader(self.cache, self.fetcher, self.paged, self.ranks, self.timer, self.stats)
-        self._counted = self.cache.store.event_counts()
+        self._store_stats = StoreStats(self.cache.store, self.stats)
         self._tells_all = True
         """Whether the next report has to list all stored entries: the scheduler knows none, or outdated ones."""
         self._fetched: dict[str, float] = {}
@@ -261,25 +262,14 @@ class WorkerSide:
     def take_stats(self) -> ChunkStats | None:
         """Metrics since the last call, if there are any."""
         try:
-            self._collect_stats()
+            self.timer.collect()
+            for _ in range(self.fetcher.take_errors()):
+                self.stats.failed("fetch")
+            self._store_stats.collect()
         except Exception:
             logger.exception("could not collect statistics")
             self.stats.failed("statistics")
         return self.stats.take()
-
-    def _collect_stats(self) -> None:
-        self.timer.collect()
-        for _ in range(self.fetcher.take_errors()):
-            self.stats.failed("fetch")
-        counts = self.cache.store.event_counts()
-        if self.stats.is_empty() and counts == self._counted:
-            return
-        for event in ("evictions", "write_errors", "dropped_writes"):
-            self.stats.count(event, "", counts[event] - self._counted[event])
-        self._counted = counts
-        for name, (entries, nbytes) in self.cache.store.held().items():
-            self.stats.level("tier_entries", name, entries)
-            self.stats.level("tier_bytes", name, nbytes)
 
     def close(self) -> None:
         """Finish what is being fetched and written."""

@@ -1,0 +1,57 @@
+"""Loads that the coming step begins, and those that take several steps."""
+
+from collections.abc import Iterable
+
+from kvmosaic.core.config import ChunkCacheConfig
+from kvmosaic.engines.vllm.messages import ChunkLoad
+from kvmosaic.engines.vllm.scheduler_side.admission import Admission
+from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
+from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
+from kvmosaic.engines.vllm.shape import EngineShape
+from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
+
+
+class Loads:
+    """Makes the workers' tasks, and counts what they cost the coming step."""
+
+    def __init__(self, config: ChunkCacheConfig, shape: EngineShape, admission: Admission, stats: ChunkStats) -> None:
+        self._fills_first = config.miss_policy == "fill-first"
+        self._shape = shape
+        self._admission = admission
+        self._stats = stats
+        self.in_slices: set[str] = set()
+        """Requests that are being loaded in several steps."""
+
+    def begin(
+        self,
+        request: ChunkRequest,
+        local: int,
+        blocks: tuple[tuple[int, ...], ...],
+        lender: BlockLender,
+        *,
+        is_findable: bool,
+        is_reported: bool,
+    ) -> ChunkLoad:
+        """The load of a request that got its ``blocks``, of which vLLM's prefix cache fills the first ``local``
+        tokens. ``lender``: lends further blocks."""
+        assert local % self._shape.block_size == 0
+        spare: tuple[int, ...] = ()
+        with self._stats.doing_without("lending blocks"):
+            spare = lender.lend(request, local, len(blocks[0]))
+        # A chunk that was lost since this plan was made is computed in slices, not filled in the first of them.
+        fill = self._fills_first and not (request.is_long and self._admission.finds_all(request, local))
+        load = request.load(local, blocks, spare, fill=fill, is_findable=is_findable, is_reported=is_reported)
+        if request.is_long:
+            request.is_in_slices = True
+            self.in_slices.add(request.request_id)
+        with self._stats.doing_without("counting a step's tokens"):
+            if request.predicted is not None:
+                self._stats.observe("predicted", request.predicted)
+            self._admission.admit(request, local)
+        return load
+
+    def done(self, request_ids: Iterable[str]) -> None:
+        """All slices of these requests are loaded."""
+        self.in_slices.difference_update(request_ids)
+        if not self.in_slices:
+            self._admission.slices_are_done()
