@@ -394,8 +394,9 @@ def choose_at_any_length(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 def set_miss_policy(monkeypatch: pytest.MonkeyPatch, llm: LLM, policy: str) -> None:
     """On the scheduler's side alone, for what it notes as missing."""
     config = load_config(enable_chunk_cache=True, miss_policy=policy, client_parameters="all")
-    monkeypatch.setattr(scheduler_side(llm), "_config", config)
-    monkeypatch.setattr(scheduler_side(llm)._waiting, "_config", config)
+    side = scheduler_side(llm)
+    for part in (side, side._waiting, side._loads):
+        monkeypatch.setattr(part, "_config", config)
 
 
 def judge_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[bool]:

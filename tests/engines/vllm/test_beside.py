@@ -1,4 +1,4 @@
-"""Reuse beside other modes of vLLM: its ways of scheduling, structured output, several engines behind one server."""
+"""Reuse beside other modes of vLLM: structured output, several engines behind one server."""
 
 import re
 
@@ -8,42 +8,13 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engines.vllm.helpers import (
     DOCUMENTS,
-    ask,
-    close,
-    draw,
     greedy,
-    join,
-    plain_answer,
     report,
     start,
-    statuses,
 )
 from tests.engines.vllm.server import serving
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_steps_that_are_planned_ahead_or_not(tiny_llama, is_async):
-    llm = start(tiny_llama, skip_tokenizer_init=True, miss_policy="fill-first", async_scheduling=is_async)
-    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling is is_async
-    chunks = [draw(40) for _ in range(3)]
-    first, boundaries = join([draw(9), *chunks, draw(7)])
-    ask(llm, first, boundaries=boundaries)
-    prompts = [join([draw(20), *order, draw(5)]) for order in (chunks[::-1], chunks[1:], chunks[:1])]
-    for tokens, boundaries in prompts:
-        [exact] = ask(llm, tokens, boundaries=boundaries, recompute_ratio=1.0)
-        close(exact, plain_answer(llm, tokens))
-    alone = [ask(llm, tokens, boundaries=boundaries)[0] for tokens, boundaries in prompts]
-    assert llm.reset_prefix_cache()
-    sampling = [
-        greedy(8, logprobs=3, detokenize=False, params={"boundaries": boundaries, "report": True})
-        for _, boundaries in prompts
-    ]
-    together = llm.generate([{"prompt_token_ids": tokens} for tokens, _ in prompts], sampling, use_tqdm=False)
-    for ours, single in zip(together, alone, strict=True):
-        assert set(statuses(ours)) == {"cached"}
-        close(ours, single)
 
 
 def test_structured_output(tiny_text):

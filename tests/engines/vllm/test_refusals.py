@@ -12,9 +12,9 @@ from tests.engines.vllm.helpers import SMALL, start
 pytestmark = pytest.mark.engine
 
 
-def test_pipeline_parallel():
-    with pytest.raises(ConfigError, match=r"pipeline.*\S") as caught:
-        LLM("smollm2-135m", enable_chunk_cache=True, pipeline_parallel_size=2, **SMALL)
+def test_a_quantised_kv_cache():
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8.*\S") as caught:
+        LLM("smollm2-135m", enable_chunk_cache=True, kv_cache_dtype="fp8", **SMALL)
     assert "\n" not in str(caught.value)
 
 

@@ -15,7 +15,7 @@ class Loads:
     """Makes the workers' tasks, and counts what they cost the coming step."""
 
     def __init__(self, config: ChunkCacheConfig, shape: EngineShape, admission: Admission, stats: ChunkStats) -> None:
-        self._fills_first = config.miss_policy == "fill-first"
+        self._config = config
         self._shape = shape
         self._admission = admission
         self._stats = stats
@@ -39,7 +39,8 @@ class Loads:
         with self._stats.doing_without("lending blocks"):
             spare = lender.lend(request, local, len(blocks[0]))
         # A chunk that was lost since this plan was made is computed in slices, not filled in the first of them.
-        fill = self._fills_first and not (request.is_long and self._admission.finds_all(request, local))
+        is_all_stored = request.is_long and self._admission.finds_all(request, local)
+        fill = self._config.miss_policy == "fill-first" and not is_all_stored
         load = request.load(local, blocks, spare, fill=fill, is_findable=is_findable, is_reported=is_reported)
         if request.is_long:
             request.is_in_slices = True
