@@ -83,6 +83,6 @@ def test_requests_appear_while_the_page_is_open(url, tmp_path):
 
 def test_without_the_key_there_is_nothing_to_see(url, tmp_path):
     httpx.post(f"{url}{CHAT}", json=chat(ONE, "When?"))
-    with browsing(tmp_path / "browser") as browser:
-        with pytest.raises(AssertionError, match="INVALID_AUTH_CREDENTIALS"):
-            browser.open(f"{url.replace('//', '//me:wrong@')}/kvmosaic/")
+    refused = pytest.raises(AssertionError, match="INVALID_AUTH_CREDENTIALS")
+    with browsing(tmp_path / "browser") as browser, refused:
+        browser.open(f"{url.replace('//', '//me:wrong@')}/kvmosaic/")
