@@ -15,7 +15,7 @@ ANY = Interval(0.0, 0.0, 0.0)
 
 def line(policy, ratio, kl, top1=0.95, sink="document", ms=100.0):
     row = Row(policy, ratio, ratio, kl, 2 * kl, top1, 0.5, 0.6, None, ms, 25)
-    return SummaryLine(row, ANY, ANY, ANY, ANY, sink)
+    return SummaryLine(row, ANY, ANY, ANY, ANY, sink, "auto")
 
 
 def summary(*lines):

@@ -170,7 +170,7 @@ def test_unknown_numbers_are_refused(change: dict[str, str]) -> None:
     value = np.frombuffer(forged(small, change), np.uint8)
     for check in (EntryCheck(), EntryCheck(format=small.format)):
         right = decode([np.frombuffer(forged(small), np.uint8)], str(small.key), check)
-        assert same(right.entry(small.key, right.kv.copy()), small)
+        assert same(right.entry(small.key, right.kv.copy(), right.format), small)
         with pytest.raises(CorruptEntryError):
             decode([value], str(small.key), check)
 

@@ -336,6 +336,7 @@ def test_keys_that_are_no_values_or_not_ours(valkey_server: Valkey) -> None:
     store.flush()
     assert find(over(tier), entry).tier == "remote"
     tier.delete(entry.key)
+    client._ask([("DEL", "kvmosaic-1:not ours", "something")])  # type: ignore[attr-defined]
     tier.close()
 
 

@@ -316,6 +316,7 @@ def reused_with(llm, first, second, which):
     return [exact(answer) for answer in (*answers, plain)], told, scheduler_side(llm)._adapters._digests
 
 
+@pytest.mark.long
 def test_two_ranks_know_an_adapter_as_one_does(tiny_llama, adapters):
     first, second = two_orders()
     with EngineApart(tiny_llama, ranks=2, **ADAPTERS, **SETTINGS) as engine:

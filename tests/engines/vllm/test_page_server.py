@@ -12,7 +12,7 @@ from openai import OpenAI
 from tests.engines.vllm.archive import DOCUMENTS, QUESTION, system_prompt, user
 from tests.engines.vllm.server import serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 MODEL = "smollm2-135m"
 KEY = "a secret of many letters"
