@@ -29,7 +29,7 @@ SMALL_EXACT, SMALL_HALF = 1e-3, 3e-2
 """Errors below this, in single and in half precision, are not compared with rounding. Unturned keys give 1e-1 and
 above. In half precision, a token may be routed to other experts by chance."""
 SMALL_INT8 = 0.1
-"""Maximum error of chunks in 8 bits. Right ones are at 0.2 to 3 %, wrong scales at 50 % and above."""
+"""Maximum error of chunks in 8 bits, against exact ones."""
 LAST_FACTOR = 10
 """Maximum error of the last token in half precision, in units of the mean over all tokens."""
 ATTEMPTS = 3
