@@ -100,6 +100,7 @@ def test_exact_gather_with_tails_equals_its_reference(case):
         assert torch.equal(ours.data, theirs.data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(20 if GPU else examples(8, 3)))
 def test_what_is_gathered_comes_back_within_half_a_scale(case):
     moves, caches, blocks, _ = random_case(random.randrange(10**6))

@@ -38,6 +38,7 @@ def holds_back(llm: Any) -> int:
     return len(scheduler_side(llm)._backlog)
 
 
+@pytest.mark.long
 def test_a_long_chunk_is_filled_while_others_decode(model):
     """vLLM plans empty steps while a request is in another stage; the chunk keeps its blocks over them."""
     long = draw(4 * STEP)
