@@ -29,8 +29,6 @@ IMPORTED = [
 ]
 RANKS = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # tests send their ranks functions
-    # Two ranks have a core each, or a GPU.
-    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
 WAIT_SECONDS = 400.0
@@ -59,7 +57,10 @@ class EngineApart:
         os.close(descriptor)
         self._log = Path(name)
         self._ours, theirs = multiprocessing.Pipe()
-        environment = dict(os.environ) | (RANKS if workers > 1 else {})
+        environment = dict(os.environ)
+        if workers > 1:  # two ranks have a core each, or a GPU; four share them
+            cores = "|".join(str(rank % 2) for rank in range(workers))
+            environment |= {**RANKS, "VLLM_CPU_OMP_THREADS_BIND": cores}
         settings |= {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
         self.process = _forks.Process(target=_serve, args=(theirs, environment, name, model, with_cache, settings))
         self.process.start()
