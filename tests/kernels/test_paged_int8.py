@@ -48,7 +48,7 @@ def mixed_case(seed):
     )
 
 
-@pytest.mark.parametrize("case", range(100 if GPU else examples(12, 4)))
+@pytest.mark.parametrize("case", range(100 if GPU else examples(12, 2)))
 def test_scatter_equals_its_reference(case):
     moves, caches, blocks, first = mixed_case(random.randrange(10**6))
     expected = copies(caches)
@@ -59,7 +59,7 @@ def test_scatter_equals_its_reference(case):
         torch.testing.assert_close(ours, theirs, atol=exact, rtol=exact)
 
 
-@pytest.mark.parametrize("case", range(100 if GPU else examples(12, 4)))
+@pytest.mark.parametrize("case", range(100 if GPU else examples(12, 2)))
 def test_gather_equals_its_reference(case):
     seed = random.randrange(10**6)
     moves, caches, blocks, _ = random_case(seed)
@@ -84,10 +84,10 @@ def test_gather_equals_its_reference(case):
             for one, other in ((a.k, b.k), (a.v, b.v)):
                 difference = (one.int() - other.int()).abs()
                 assert difference.max() <= 1
-                assert difference.float().mean() < 1e-3
+                assert difference.sum() <= 1 + difference.numel() // 1000
 
 
-@pytest.mark.parametrize("case", range(20 if GPU else examples(10, 3)))
+@pytest.mark.parametrize("case", range(20 if GPU else examples(10, 2)))
 def test_exact_gather_with_tails_equals_its_reference(case):
     seed = random.randrange(10**6)
     moves, caches, blocks, _ = random_case(seed)
@@ -101,7 +101,7 @@ def test_exact_gather_with_tails_equals_its_reference(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(20 if GPU else examples(8, 3)))
+@pytest.mark.parametrize("case", range(20 if GPU else examples(8, 1)))
 def test_what_is_gathered_comes_back_within_half_a_scale(case):
     moves, caches, blocks, _ = random_case(random.randrange(10**6))
     before = copies(caches)
@@ -120,7 +120,7 @@ def test_what_is_gathered_comes_back_within_half_a_scale(case):
             assert ((read - wanted).abs() <= largest * (1 / 253 + rounding)).all()
 
 
-@pytest.mark.parametrize("case", range(20 if GPU else examples(8, 3)))
+@pytest.mark.parametrize("case", range(20 if GPU else examples(8, 1)))
 def test_layers_arrive_group_by_group_with_all_entries(case):
     """Entries in 8 bits and others have launches of their own, and a layer has arrived after both."""
     moves, caches, blocks, first = mixed_case(random.randrange(10**6))
@@ -168,7 +168,7 @@ def test_an_entry_of_other_sizes_is_refused(change, move_all):
 
 
 def test_windowed_entries_in_8_bits_are_scattered():
-    for seed in range(3):
+    for seed in range(examples(3, 1)):
         moves, caches, blocks, first = random_case(seed)
         tails = WindowTails(tuple(range(0, len(caches.layers), 2)), 17)
         whole = [empty(move, caches, tails) for move in moves]

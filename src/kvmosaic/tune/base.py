@@ -16,11 +16,13 @@ class TrainingPrompt:
     """Tokens after which the next-token predictions of student and teacher are compared."""
     kind: str
     """Name of its task."""
+    answer: int = 0
+    """Number of tokens of the model's answer, at the end of the prompt."""
 
     def answered(self, answer: Sequence[int]) -> "TrainingPrompt":
         """The prompt with an answer, every token of which is compared."""
         tokens = (*self.tokens, *answer)
-        return replace(self, tokens=tokens, compared=Span(self.compared.start, len(tokens) - 1))
+        return replace(self, tokens=tokens, compared=Span(self.compared.start, len(tokens) - 1), answer=len(answer))
 
 
 @dataclass(frozen=True)

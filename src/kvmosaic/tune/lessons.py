@@ -23,7 +23,7 @@ MAX_SOURCES = 10
 """Maximum number of examples whose documents other lessons have."""
 CLOZE = 0.2
 """Share of the lessons from examples that ask about any text of the documents instead."""
-MAX_COMPARED = 40
+MAX_COMPARED = 400
 """Maximum number of tokens before the answer that are compared as well. Without them, sinks were worse."""
 MAX_TRIES = 200
 """Maximum number of lessons that are made until one of them fits."""

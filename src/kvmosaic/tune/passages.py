@@ -20,7 +20,7 @@ MIN_WORDS, MAX_WORDS = 12, 320
 """Minimum and approximate maximum number of words of a passage."""
 WORD = 6
 """Number of characters of a piece that stands for a word in texts without spaces between words."""
-EXAMPLES = (0, 0, 0, 0, 1, 3)
+EXAMPLES = (0, 1, 3, 7)
 """Numbers of questions of a lesson that come with their answers, before the one that the model answers."""
 LEADS = ("Answer:", "Answer:", "")
 """Beginnings of answers that are given to the model."""

@@ -171,8 +171,7 @@ def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
         llm.reset_prefix_cache()
         for ours, single in zip(answer(llm, texts, recompute_ratio=0.5), expected, strict=True):
             same(ours, single)
-    assert loads
-    assert set(loads) == {1}
+    assert max(loads) == 1
     loads.clear()
     llm.reset_prefix_cache()
     answer(llm, texts, recompute_ratio=0.5)

@@ -193,6 +193,7 @@ def sent_unread(sender: int, receiver: int) -> bool | None:
     return any(int(line[4].rpartition(":")[2], 16) for line in waiting) or None
 
 
+@pytest.mark.long
 def test_engines_that_share_holders(model, tmp_path):
     """The holder stands still while values are on their way."""
     pool = Mooncake(tmp_path, client_ttl=120, put_start_discard_timeout_sec=1)

@@ -172,6 +172,7 @@ def test_layers_with_a_sliding_window_keep_their_tails(tiny_gemma):
     same(ours, plain_answer(llm, ids))
 
 
+@pytest.mark.long
 def test_a_real_model_says_the_same(tmp_path):
     text = prompt("You are helpful.", DOCUMENTS, "The head librarian is")
     answers = []

@@ -153,6 +153,7 @@ def test_a_batch_with_preemptions_gives_what_each_request_gives_alone(tiny_deeps
     assert preempted
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU")
 def test_two_ranks_answer_as_one(tiny_deepseek):
     """Each has the whole latent; one of them stores it."""

@@ -210,6 +210,7 @@ def test_policies_choose_the_same_tokens(two, one, params):
         assert wanted
 
 
+@pytest.mark.long
 def test_requests_of_all_kinds_at_once_with_preemptions(two):
     """At ratio 1.0 every answer is the plain one."""
     texts = documents()

@@ -115,7 +115,10 @@ def test_real_weights_pass_and_breaks_do_not(dtype, loud):
     def tried(sink, context="alone"):
         return self_test(model, sink, context, worker.forward, worker.paged, worker.ranks)
 
-    for sink, context in (((), "alone"), ((1,), "alone"), (tuple(range(100, 160)), "alone"), ((), "system")):
+    sinks = [((1,), "alone")]
+    if dtype == "float32":  # half precision is slow where it is emulated
+        sinks += [((), "alone"), (tuple(range(100, 160)), "alone"), ((), "system")]
+    for sink, context in sinks:
         assert tried(sink, context) is None
     for broken in (keys_not_turned, first_tokens_left_out, future_in_sight):
         with pytest.MonkeyPatch.context() as patch:
