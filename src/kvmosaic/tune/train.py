@@ -169,8 +169,8 @@ class SinkTrainer:
 
 
 def _loss(divergence: torch.Tensor, answer: int) -> torch.Tensor:
-    """Loss of a prompt from the KL after each compared token, ``[compared]``, the last ``answer`` of which predict its
-    answer. The answer counts as much as all tokens before it, of which there may be many more."""
+    """Loss of a prompt from the KL after each compared token, ``[compared]``, the last ``answer`` of which predict
+    the answer. It counts as much as all tokens before it, of which there may be many more."""
     parts = divergence.split([len(divergence) - answer, answer])
     return torch.stack([part.mean() for part in parts if len(part)]).mean()
 
