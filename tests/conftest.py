@@ -13,6 +13,9 @@ if not torch.cuda.is_available() and find_spec("vllm") is None:
     # Our kernels run in Triton's interpreter, which has to be known before anything imports Triton; vLLM's must not.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Tests speak of reuse without recomputing unless they choose a ratio.
+os.environ.setdefault("KVMOSAIC_RECOMPUTE_RATIO", "0")
+
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.models import resolve
@@ -21,6 +24,12 @@ from tests.examples import EXAMPLES
 
 settings.register_profile("kvmosaic", max_examples=EXAMPLES, deadline=None)  # a busy machine keeps no deadline
 settings.load_profile("kvmosaic")
+
+
+@pytest.fixture
+def default_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings as users have them who set nothing."""
+    monkeypatch.delenv("KVMOSAIC_RECOMPUTE_RATIO")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,8 @@ from kvmosaic.core.profile import Profile, profile_path, write_profile
 from kvmosaic.models.sink_file import save_sink
 from tests.cli.test_doctor import rows_of, undisturbed  # noqa: F401  # a fixture that is used by being there
 
+pytestmark = pytest.mark.usefixtures("default_ratio")
+
 
 def test_there_is_no_profile(smollm2_folder, monkeypatch, tmp_path):
     monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path))

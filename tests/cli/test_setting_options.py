@@ -11,6 +11,8 @@ from kvmosaic.core.config import SECRETS, ChunkCacheConfig, load_config
 from kvmosaic.core.setting import all_settings
 from tests.cli.command import run_here
 
+pytestmark = pytest.mark.usefixtures("default_ratio")
+
 SERVE = typer.main.get_command(app).commands["serve"]
 REFUSED = "chunk_admin_key"
 """Option that only exists to say where that secret belongs."""

@@ -8,6 +8,8 @@ from kvmosaic.core.limits import shown_id
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.core.store_key import StoreKey
 
+pytestmark = pytest.mark.usefixtures("default_ratio")
+
 
 def test_defaults():
     config = load_config()
@@ -16,6 +18,7 @@ def test_defaults():
         None,
         "xxhash",
     )
+    assert config.recompute_ratio == 0.15  # docs/quality.md says why
 
 
 def test_precedence(monkeypatch, tmp_path):

@@ -6,6 +6,8 @@ from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import Measured, Profile, Targets, load_profile, profile_path, write_profile
 
+pytestmark = pytest.mark.usefixtures("default_ratio")
+
 SETTINGS = {"policy": "sink-link(k=4)", "recompute_ratio": 0.1, "sink_prefix": "document"}
 ON = {"enable_chunk_cache": True}
 

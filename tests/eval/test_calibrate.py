@@ -110,6 +110,7 @@ def test_a_learned_sink_is_one_more_choice(data):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_ratio")
 def test_what_it_chooses_is_what_the_engine_does(monkeypatch, capsys, data, tmp_path, narrow_folder, tokenizer):
     path, run = profile_path(str(narrow_folder)), partial(calibrate, monkeypatch, model=narrow_folder)
     options = ("--data", data, "--policies", "sink-link", "--ratios", "0.3", "--sink-prefixes", "bos,document")

@@ -37,6 +37,7 @@ class Life:
             "num_gpu_blocks_override": 40,
             "host_memory": "8MiB",
             "sink_prefix": self.sink,
+            "recompute_ratio": 0.0,  # requests choose others
             **self.choices,
         }
         if self.has_disk:

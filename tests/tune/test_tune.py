@@ -155,6 +155,7 @@ def test_ctrl_c_keeps_what_was_done(llm, tmp_path):
     assert not state.exists()
 
 
+@pytest.mark.usefixtures("default_ratio")
 def test_the_command(model, tokenizer, tmp_path, monkeypatch):
     """From files to a profile that engines go by; another model's sink is refused in one line."""
     folder, profiles = tmp_path / "tiny-model", tmp_path / "profiles"
@@ -173,6 +174,7 @@ def test_the_command(model, tokenizer, tmp_path, monkeypatch):
     assert profile_path(str(folder)).exists()
     with LLM(str(folder), enable_chunk_cache=True) as llm:
         assert llm.config.sink_prefix == f"learned:{result['sink']}"
+        assert (llm.config.policy, llm.config.recompute_ratio) == ("composite", 0.15)
         assert len(llm.chunk_cache.sink) == 16
     with pytest.raises(ConfigError, match="learned for"):
         LLM(make("llama", 1), enable_chunk_cache=True, sink_prefix=f"learned:{result['sink']}")

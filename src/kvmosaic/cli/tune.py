@@ -8,6 +8,7 @@ import typer
 from kvmosaic.cli.corpus import read_corpus
 from kvmosaic.cli.eval import check_file, interruptible
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, progress_bar
+from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import Profile, profile_name, profile_path, read_profile, sink_path, write_profile
 from kvmosaic.core.sink import LEARNED
@@ -119,5 +120,7 @@ def _use(model: str, path: Path) -> None:
     known = read_profile(profile_path(model))
     setting = f"{LEARNED}{path}"
     if known is None:
-        known = Profile(model=profile_name(model), policy="composite", recompute_ratio=0.0, sink_prefix=setting)
+        fields = ChunkCacheConfig.model_fields
+        usual = {name: fields[name].default for name in ("policy", "recompute_ratio")}
+        known = Profile(model=profile_name(model), sink_prefix=setting, **usual)
     write_profile(known.model_copy(update={"sink_prefix": setting, **dict.fromkeys(MEASURED)}), profile_path(model))

@@ -61,7 +61,7 @@ class ChunkCacheConfig(BaseSettings):
     sink_prefix: str = "document"
     """Sink prefix that a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text),
     ``learned:FILE`` (a sink made by ``kvmosaic tune``), or a literal text. The KV of the prefix itself is dropped."""
-    recompute_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    recompute_ratio: float = Field(0.15, ge=0.0, le=1.0)
     """Share of a request's chunk tokens that a blend recomputes, including the cost of choosing them: 0 for none, 1
     for all, which is exact."""
     policy: str = "composite"
