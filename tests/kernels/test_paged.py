@@ -26,16 +26,20 @@ from kvmosaic.kernels.paged import (  # noqa: E402
 DEVICE = "cuda" if GPU else "cpu"
 
 
-def random_case(seed):
-    """A paged cache of random geometry, a sequence in it, and entries with places that do not overlap."""
+DIMS = [(64, 64), (128, 128), (80, 80), (96, 48), (256, 256), (128, 32)]
+
+
+def random_case(seed, dims=DIMS):
+    """A paged cache of random geometry with rows of K and V of one of ``dims``, a sequence in it, and entries with
+    places that do not overlap."""
     chance, torch_chance = random.Random(seed), torch.Generator().manual_seed(seed)
     layers, heads = chance.randint(1, 3), chance.choice([1, 2, 3, 8])
-    k_dim, v_dim = chance.choice([(64, 64), (128, 128), (80, 80), (96, 48), (256, 256), (128, 32)])
+    k_dim, v_dim = chance.choice(dims)
     block_size, count = chance.choice([16, 32, 48]), chance.randint(8, 20)
     dtype = chance.choice([torch.float32, torch.bfloat16, torch.float16])
     part, dim = chance.choice([("k", k_dim), ("k", k_dim), ("v", v_dim)])  # V turns in models with a latent
     width = chance.choice([dim, dim // 2, dim // 4])
-    start = chance.choice([0, dim - width])
+    start = chance.choice([0, dim - width, 2 * chance.randint(0, (dim - width) // 2)])
     columns = RotaryColumns(part, start, width, interleaved=chance.random() < 0.3)
 
     def draw(*shape):

@@ -24,7 +24,7 @@ def fields_of(entry: ChunkKV) -> dict[str, Any]:
         "tail": str(kv_format.tails.tokens),
         "key": str(entry.key),
         "heads": str(kv_format.heads),
-        **({"numbers": "int8"} if kv_format.is_int8 else {}),
+        **({"numbers": kv_format.numbers} if kv_format.is_int8 else {}),
     }
 
 

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from kvmosaic.core.int8 import SCALE, dequantised, quantised, scale_bytes, scale_places
-from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.int8 import GROUP, SCALE, dequantised, groups_of, quantised, scale_bytes, scale_places
+from kvmosaic.core.key import INT8, ChunkKey
 from kvmosaic.core.window import WHOLE, WindowTails
 
 VIRTUAL_POS_START = 0
@@ -61,9 +61,22 @@ class KVFormat:
         return torch.int8 if self.is_int8 else self.dtype
 
     @property
+    def numbers(self) -> str:
+        """Name of the numbers that rows are stored in, in keys and headers: ``""`` for the model's own, ``int8`` for
+        8 bits with one scale for each row, ``int8x64`` for 8 bits with a scale for each 64 columns of longer rows."""
+        if not self.is_int8:
+            return ""
+        return INT8 if self.groups == (1, 1) else f"{INT8}x{GROUP}"
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Number of scales of a row of K and of a row of V, if they are in 8 bits."""
+        return groups_of(self.k_dim), groups_of(self.v_dim)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token that all layers keep."""
-        scales = 2 * SCALE.itemsize if self.is_int8 else 0
+        scales = sum(self.groups) * SCALE.itemsize if self.is_int8 else 0
         return self.layers * self.heads * ((self.k_dim + self.v_dim) * self.stored_dtype.itemsize + scales)
 
     def of_layers(self, first: int, last: int) -> "KVFormat":
@@ -90,8 +103,12 @@ class KVFormat:
 
     def _layer_elements(self, kept: int) -> int:
         """Elements of a layer that keeps ``kept`` tokens."""
-        scales = 2 * SCALE.itemsize * scale_places(kept) if self.is_int8 else 0
-        return kept * (self.k_dim + self.v_dim) + scales
+        return kept * (self.k_dim + self.v_dim) + (self.scale_elements(kept) if self.is_int8 else 0)
+
+    def scale_elements(self, kept: int) -> int:
+        """Elements of the scales of a layer that keeps ``kept`` tokens in 8 bits."""
+        groups = sum(self.groups)
+        return SCALE.itemsize * groups * scale_places(kept, groups)
 
 
 class LayerParts(NamedTuple):
@@ -101,7 +118,7 @@ class LayerParts(NamedTuple):
     """``[heads, kept, k_dim]`` of a layer that keeps the last ``kept`` tokens."""
     v: torch.Tensor
     k_scales: torch.Tensor | None = None
-    """``[heads, kept]``, if rows are in 8 bits."""
+    """``[heads, groups, kept]``, if rows are in 8 bits."""
     v_scales: torch.Tensor | None = None
 
 
@@ -109,9 +126,10 @@ class PackedKV(NamedTuple):
     """KV of some tokens, packed as in an entry.
 
     ``data`` is ``[heads, elements]``. Each head has layer after layer, first the K rows, then the V rows, of all
-    tokens or of the last ones, then, if rows are in 8 bits, the scales of K and those of V. With equal dims, no
-    tokens left out and no scales, that is ``[heads, layers, 2, tokens, head_dim]``. Each head is one contiguous
-    buffer, so a rank of any tensor-parallel size reads exactly the heads it owns. Each layer of a head is one, too.
+    tokens or of the last ones, then, if rows are in 8 bits, the scales of K and those of V: group after group, each
+    ``[places]`` with a scale for every row, padded. With equal dims, no tokens left out and no scales, that is
+    ``[heads, layers, 2, tokens, head_dim]``. Each head is one contiguous buffer, so a rank of any tensor-parallel
+    size reads exactly the heads it owns. Each layer of a head is one, too.
     """
 
     data: torch.Tensor
@@ -140,13 +158,16 @@ class PackedKV(NamedTuple):
         """Views of one layer."""
         own = self.format
         kept = own.tails.kept(layer, self.tokens)
-        sizes = [kept * own.k_dim, kept * own.v_dim]
-        if own.is_int8:
-            sizes += [SCALE.itemsize * scale_places(kept)] * 2
-        begin = own.begin(layer, self.tokens)
-        k, v, *scales = torch.split(self.data[:, begin : begin + sum(sizes)], sizes, dim=1)
+        begin, scale_elements = own.begin(layer, self.tokens), own.scale_elements(kept) if own.is_int8 else 0
+        sizes = [kept * own.k_dim, kept * own.v_dim, scale_elements]
+        k, v, scales = torch.split(self.data[:, begin : begin + sum(sizes)], sizes, dim=1)
         rows = k.view(own.heads, kept, own.k_dim), v.view(own.heads, kept, own.v_dim)
-        return LayerParts(*rows, *(scale.view(SCALE)[:, :kept] for scale in scales))
+        if not own.is_int8:
+            return LayerParts(*rows)
+        groups = own.groups
+        places = scale_places(kept, sum(groups))
+        in_groups = scales.view(SCALE).view(own.heads, sum(groups), places)[..., :kept]
+        return LayerParts(*rows, *in_groups.split(groups, dim=1))
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of a layer's last ``kept`` tokens, in the model's
@@ -167,7 +188,7 @@ def _flat(k: torch.Tensor, v: torch.Tensor, is_int8: bool) -> list[torch.Tensor]
     if not is_int8:
         return [k.flatten(-2), v.flatten(-2)]
     (k, k_scales), (v, v_scales) = quantised(k), quantised(v)
-    return [k.flatten(-2), v.flatten(-2), scale_bytes(k_scales), scale_bytes(v_scales)]
+    return [k.flatten(-2), v.flatten(-2), scale_bytes(torch.cat([k_scales, v_scales], dim=-2))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +208,8 @@ class ChunkKV:
         expected = (self.format.heads, self.format.num_elements(len(self.tokens)))
         if tuple(self.data.shape) != expected or self.data.dtype != self.format.stored_dtype:
             raise ValueError(f"entry data is {tuple(self.data.shape)} {self.data.dtype}, its format says {expected}")
-        if self.format.is_int8 != self.key.is_int8:
-            raise ValueError(f"entry data is {self.data.dtype}, its key says otherwise")
+        if self.format.numbers != self.key.numbers:
+            raise ValueError(f"entry data is {self.format.numbers or self.data.dtype}, its key says otherwise")
 
     @classmethod
     def from_kv(

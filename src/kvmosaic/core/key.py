@@ -20,9 +20,8 @@ MOST_TOKENS = 2**31
 
 LAYOUT_VERSION = 2
 """Part of every fingerprint. Increment it when the meaning of stored bytes changes."""
-INT8_MARK = ".int8"
-"""End of the fingerprints of entries in 8 bits. It is legible, because the size of an entry has to be known before
-the entry is read."""
+INT8 = "int8"
+"""Start of the names of numbers in 8 bits."""
 
 
 class _HashState(Protocol):
@@ -76,6 +75,12 @@ def format_fingerprint(**fields: object) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())[:16]
 
 
+def marked(fingerprint: str, numbers: str) -> str:
+    """A fingerprint that ends in the name of the numbers that entries are stored in (``KVFormat.numbers``). The name
+    is legible, because the size of an entry has to be known before the entry is read."""
+    return f"{fingerprint}.{numbers}" if numbers else fingerprint
+
+
 @dataclass(frozen=True)
 class ChunkKey:
     """The key of an entry: its content, for one model, one format and one tenant. It contains no position."""
@@ -90,10 +95,15 @@ class ChunkKey:
     ``4-7of8L0-31`` (with layers) if a remote store keeps each head separately, see ``core/heads.py``."""
 
     @property
+    def numbers(self) -> str:
+        """Name of the numbers that the entry is stored in, see ``KVFormat.numbers``. Engines that store different
+        numbers never find each other's documents, because their keys differ."""
+        return self.fingerprint.partition("-")[0].partition(".")[2]
+
+    @property
     def is_int8(self) -> bool:
-        """Whether the entry is in 8 bits. Engines that store 8 bits and engines that do not never find each other's
-        documents, because their keys differ."""
-        return self.fingerprint.partition("-")[0].endswith(INT8_MARK)
+        """Whether the entry is in 8 bits."""
+        return self.numbers.startswith(INT8)
 
     @property
     def sealed_by(self) -> str | None:

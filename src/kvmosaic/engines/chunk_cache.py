@@ -10,7 +10,7 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV, EntryKind, KVFormat, PackedKV
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.heads import HeadShare
-from kvmosaic.core.key import INT8_MARK, ChunkKey, ContentHasher, format_fingerprint
+from kvmosaic.core.key import ChunkKey, ContentHasher, format_fingerprint, marked
 from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.core.store_key import StoreKey
@@ -118,7 +118,7 @@ class ChunkCache:
         self, digest: bytes, num_tokens: int, length: int = ANY_LENGTH, *, is_exact: bool = False
     ) -> ChunkKey:
         """The key of a chunk whose content hash is known. ``is_exact``: it has to be stored as it was computed."""
-        fingerprint = self._fingerprint(length, is_int8=self.document_format.is_int8 and not is_exact)
+        fingerprint = self._fingerprint(length, "" if is_exact else self.document_format.numbers)
         return ChunkKey(digest, num_tokens, self._model, fingerprint, self._config.tenant, self._heads)
 
     def exact_key(self, tokens: Sequence[int], context: Sequence[int]) -> ChunkKey:
@@ -130,14 +130,14 @@ class ChunkCache:
         """Whether a key is one of this cache, for prompts like one of ``length`` tokens."""
         return key == self.key_of_hash(key.content_hash, key.num_tokens, length, is_exact=not key.is_int8)
 
-    def _fingerprint(self, length: int, *, is_int8: bool) -> str:
+    def _fingerprint(self, length: int, numbers: str) -> str:
         made_by = self._made_by(length)
         if made_by not in self._fingerprints:
             if len(self._fingerprints) >= FINGERPRINTS_REMEMBERED:  # weights may change again and again
                 self._fingerprints.clear()
             made = format_fingerprint(engine=made_by, sink=self.sink_identity, tails=self._tails)
             self._fingerprints[made_by] = made
-        return self._fingerprints[made_by] + (INT8_MARK if is_int8 else "") + self._sealed
+        return marked(self._fingerprints[made_by], numbers) + self._sealed
 
     def find(
         self, chunks: Sequence[Sequence[int]], context: Sequence[int], length: int = ANY_LENGTH

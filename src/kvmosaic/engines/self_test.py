@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kvmosaic.core.entry import ChunkKV, PackedKV
-from kvmosaic.core.key import INT8_MARK, ChunkKey, content_hash
+from kvmosaic.core.key import ChunkKey, content_hash, marked
 from kvmosaic.core.learned_sink import witness_tokens
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 
@@ -99,7 +99,7 @@ def trial_entry(
     packed: PackedKV,
 ) -> ChunkKV:
     """An entry that is never stored."""
-    fingerprint = "selftest" + (INT8_MARK if packed.format.is_int8 else "")
+    fingerprint = marked("selftest", packed.format.numbers)
     key = ChunkKey(content_hash(tokens, context), len(tokens), "self-test", fingerprint, "self-test")
     return ChunkKV.from_packed(key, tokens, context, packed)
 

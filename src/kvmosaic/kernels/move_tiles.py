@@ -3,14 +3,13 @@
 import triton
 import triton.language as tl
 
-from kvmosaic.core.int8 import HALF_SCALE, LARGEST, SCALE, SMALLEST_ROW, TOGETHER
+from kvmosaic.core.int8 import GROUP, HALF_SCALE, LARGEST, SCALE, SMALLEST_ROW
 
 _MOST = tl.constexpr(float(LARGEST))
 _SMALLEST = tl.constexpr(SMALLEST_ROW)
 _HALF_SCALE = tl.constexpr(HALF_SCALE)
-_TOGETHER = tl.constexpr(TOGETHER)
-_SCALE_BYTES = tl.constexpr(2 * SCALE.itemsize)
-"""Bytes of a token's scales, of K and of V."""
+_GROUP = tl.constexpr(GROUP)
+_SCALE_BYTES = tl.constexpr(SCALE.itemsize)
 
 
 # These differ from request to request. Specialized on their divisibility, the kernel would be recompiled often.
@@ -46,6 +45,9 @@ def move_tiles(  # type: ignore[no-untyped-def]
     APART: tl.constexpr,
     INTO_CACHE: tl.constexpr,
     INT8: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    PADDED_TO: tl.constexpr,
     DTYPE: tl.constexpr,
     TABLE_DTYPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -78,6 +80,9 @@ def move_tiles(  # type: ignore[no-untyped-def]
             APART,
             INTO_CACHE,
             INT8,
+            K_GROUPS,
+            V_GROUPS,
+            PADDED_TO,
             DTYPE,
             TABLE_DTYPE,
             TILE,
@@ -112,6 +117,9 @@ def _move_tile(  # type: ignore[no-untyped-def]
     APART: tl.constexpr,
     INTO_CACHE: tl.constexpr,
     INT8: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    PADDED_TO: tl.constexpr,
     DTYPE: tl.constexpr,
     TABLE_DTYPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -126,11 +134,13 @@ def _move_tile(  # type: ignore[no-untyped-def]
     block = tl.load(blocks + new // BLOCK, mask=live, other=0)
     cache = tl.multiple_of(tl.load(cache_addresses + layer).to(tl.pointer_type(DTYPE)), 16)
     slots = cache + (block * stride_block + (new % BLOCK) * stride_token)
-    layer_elements = _layer_elements(tokens, K_DIM, V_DIM, INT8)
+    # Scales of a token; all have as many places as the layer keeps tokens, padded.
+    SCALES: tl.constexpr = K_GROUPS + V_GROUPS if INT8 else 0
+    layer_elements = _layer_elements(tokens, K_DIM + V_DIM, SCALES, PADDED_TO)
     if WINDOWED > 0:
         # In layers that keep only a tail, rows are counted from the first token of the tail.
         tail = tl.minimum(tokens, TAIL)
-        tail_elements = _layer_elements(tail, K_DIM, V_DIM, INT8)
+        tail_elements = _layer_elements(tail, K_DIM + V_DIM, SCALES, PADDED_TO)
         windowed_before = tl.load(windowed + LAYERS + layer)
         entry += (layer - windowed_before) * layer_elements + windowed_before * tail_elements
         head_elements = (LAYERS - WINDOWED) * layer_elements + WINDOWED * tail_elements
@@ -159,19 +169,21 @@ def _move_tile(  # type: ignore[no-untyped-def]
         sin = (new_sin * old_cos - new_cos * old_sin) / norm
 
     column = tl.arange(0, WIDEST)
+    places = _scale_places(kept, PADDED_TO)
     for head in range(HEADS):
         k_rows = entry + rows[:, None] * K_DIM
         v_rows = entry + kept * K_DIM + rows[:, None] * V_DIM
         slot = slots[:, None] + head * stride_head
         if INT8:
             k_scales = (entry + kept * (K_DIM + V_DIM)).to(tl.pointer_type(tl.bfloat16)) + rows
-            v_scales = k_scales + _scale_places(kept)
+            v_scales = k_scales + K_GROUPS * places
         else:
             k_scales = entry
             v_scales = entry
         if not INTO_CACHE and INT8:
-            _quantise(slot + column[None, :], k_rows + column[None, :], k_scales, live, column < K_DIM, DTYPE)
-            _quantise(slot + K_DIM + column[None, :], v_rows + column[None, :], v_scales, live, column < V_DIM, DTYPE)
+            NARROW: tl.constexpr = WIDEST if WIDEST < _GROUP else _GROUP
+            _quantise(slot, k_rows, k_scales, places, live, K_DIM, K_GROUPS, NARROW, DTYPE)
+            _quantise(slot + K_DIM, v_rows, v_scales, places, live, V_DIM, V_GROUPS, NARROW, DTYPE)
         else:
             if PAIRS > 0:
                 turned_rows = v_rows if V_TURNS else k_rows
@@ -179,60 +191,112 @@ def _move_tile(  # type: ignore[no-untyped-def]
                 turned_scales = v_scales if V_TURNS else k_scales
                 one = START + pair * STEP
                 two = one + APART
+                LAST: tl.constexpr = START + (PAIRS - 1) * STEP
                 inside = live[:, None] & (pair < PAIRS)[None, :]
-                a = _load(turned_rows + one[None, :], turned_scales, live, inside, INT8).to(tl.float32)
-                b = _load(turned_rows + two[None, :], turned_scales, live, inside, INT8).to(tl.float32)
+                a = _load(turned_rows, one, turned_scales, places, live, inside, START, LAST, INT8).to(tl.float32)
+                b = _load(
+                    turned_rows, two, turned_scales, places, live, inside, START + APART, LAST + APART, INT8
+                ).to(tl.float32)
                 tl.store(turned_slot + one[None, :], (a * cos - b * sin).to(DTYPE), mask=inside)
                 tl.store(turned_slot + two[None, :], (b * cos + a * sin).to(DTYPE), mask=inside)
             still = (column < START) | (column >= START + 2 * PAIRS)
             if V_TURNS or K_DIM > 2 * PAIRS:
                 k_still = live[:, None] & ((column < K_DIM) & (still | V_TURNS))[None, :]
-                k_slot = slot + column[None, :]
-                _copy(k_rows + column[None, :], k_scales, k_slot, live, k_still, INTO_CACHE, INT8, DTYPE)
+                _copy(k_rows, column, k_scales, places, slot, live, k_still, K_DIM, INTO_CACHE, INT8, DTYPE)
             if not V_TURNS or V_DIM > 2 * PAIRS:
                 v_still = live[:, None] & ((column < V_DIM) & (still | (not V_TURNS)))[None, :]
-                v_slot = slot + (K_DIM + column[None, :])
-                _copy(v_rows + column[None, :], v_scales, v_slot, live, v_still, INTO_CACHE, INT8, DTYPE)
+                _copy(v_rows, column, v_scales, places, slot + K_DIM, live, v_still, V_DIM, INTO_CACHE, INT8, DTYPE)
         entry += head_elements
 
 
 @triton.jit
-def _layer_elements(kept, K_DIM: tl.constexpr, V_DIM: tl.constexpr, INT8: tl.constexpr):  # type: ignore[no-untyped-def]
+def _layer_elements(kept, WIDTH: tl.constexpr, SCALES: tl.constexpr, PADDED_TO: tl.constexpr):  # type: ignore[no-untyped-def]
     """Elements of a layer that keeps ``kept`` tokens, as ``KVFormat`` has them."""
-    elements = kept * (K_DIM + V_DIM)
-    if INT8:
-        elements += _scale_places(kept) * _SCALE_BYTES
+    elements = kept * WIDTH
+    if SCALES > 0:
+        elements += _scale_places(kept, PADDED_TO) * (SCALES * _SCALE_BYTES)
     return elements
 
 
 @triton.jit
-def _scale_places(kept):  # type: ignore[no-untyped-def]
-    return tl.cdiv(kept, _TOGETHER) * _TOGETHER
+def _scale_places(kept, PADDED_TO: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.cdiv(kept, PADDED_TO) * PADDED_TO
 
 
 @triton.jit
-def _load(rows, scales, live, mask, INT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of an entry as they are used; those in 8 bits in single precision."""
-    values = tl.load(rows, mask=mask)
+def _load(  # type: ignore[no-untyped-def]
+    rows,
+    column,
+    scales,
+    places,
+    live,
+    mask,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    INT8: tl.constexpr,
+):
+    """Some columns of an entry's rows as they are used, from ``FIRST`` to ``LAST``; those in 8 bits in single
+    precision."""
+    values = tl.load(rows + column[None, :], mask=mask)
     if INT8:
-        values = values.to(tl.float32) * tl.load(scales, mask=live, other=0.0).to(tl.float32)[:, None]
+        # Each scale is read once for all columns of its group, because entries may be at the other end of a slow bus.
+        group = column // _GROUP
+        scale = _scale(scales, places, FIRST // _GROUP, live)
+        for later in tl.static_range(FIRST // _GROUP + 1, LAST // _GROUP + 1):
+            scale = tl.where((group == later)[None, :], _scale(scales, places, later, live), scale)
+        values = values.to(tl.float32) * scale
     return values
 
 
 @triton.jit
-def _copy(  # type: ignore[no-untyped-def]
-    rows, scales, slots, live, mask, INTO_CACHE: tl.constexpr, INT8: tl.constexpr, DTYPE: tl.constexpr
-):
-    if INTO_CACHE:
-        tl.store(slots, _load(rows, scales, live, mask, INT8).to(DTYPE), mask=mask)
-    else:
-        tl.store(rows, tl.load(slots, mask=mask), mask=mask)
+def _scale(scales, places, GROUP: tl.constexpr, live):  # type: ignore[no-untyped-def]
+    """Scales of one group, ``[TILE, 1]``."""
+    return tl.load(scales + GROUP * places, mask=live, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
-def _quantise(slots, rows, scales, live, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``core.int8.quantised`` of whole rows of the cache, into an entry."""
-    mask = live[:, None] & inside[None, :]
+def _copy(  # type: ignore[no-untyped-def]
+    rows,
+    column,
+    scales,
+    places,
+    slots,
+    live,
+    mask,
+    DIM: tl.constexpr,
+    INTO_CACHE: tl.constexpr,
+    INT8: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    if INTO_CACHE:
+        values = _load(rows, column, scales, places, live, mask, 0, DIM - 1, INT8)
+        tl.store(slots + column[None, :], values.to(DTYPE), mask=mask)
+    else:
+        tl.store(rows + column[None, :], tl.load(slots + column[None, :], mask=mask), mask=mask)
+
+
+@triton.jit
+def _quantise(  # type: ignore[no-untyped-def]
+    slots,
+    rows,
+    scales,
+    places,
+    live,
+    DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NARROW: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """``core.int8.quantised`` of whole rows of the cache, into an entry. ``NARROW``: columns of a group, padded."""
+    for group in tl.static_range(GROUPS):
+        column = group * _GROUP + tl.arange(0, NARROW)
+        mask = live[:, None] & (column < DIM)[None, :]
+        _quantise_group(slots + column[None, :], rows + column[None, :], scales + group * places, live, mask, DTYPE)
+
+
+@triton.jit
+def _quantise_group(slots, rows, scales, live, mask, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One group of columns of rows."""
     values = tl.load(slots, mask=mask, other=0.0).to(tl.float32)
     sizes = tl.abs(values)
     largest = tl.max(sizes, axis=1)

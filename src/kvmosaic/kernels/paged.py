@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvmosaic.core.entry import KVFormat, LayerParts, PackedKV
-from kvmosaic.core.int8 import dequantised, quantised
+from kvmosaic.core.int8 import dequantised, groups_of, padded_to, quantised
 from kvmosaic.core.rotation import CosSin, RotaryColumns, rotate_, rotation_between
 from kvmosaic.core.window import WHOLE, WindowTails
 
@@ -199,6 +199,7 @@ def _launch(
     tables = [table for table in caches.tables if table is not None]
     pairs = columns.width // 2 if columns is not None and into_cache and tables else 0
     interleaved = columns is not None and columns.interleaved
+    k_groups, v_groups = groups_of(caches.k_dim), groups_of(caches.v_dim)
     for group, (is_int8, plan, tiles) in product(groups, plans):
         work = tiles * len(group)
         move_tiles[(min(work, programs or work),)](
@@ -230,6 +231,9 @@ def _launch(
             APART=1 if interleaved else pairs,
             INTO_CACHE=into_cache,
             INT8=is_int8,
+            K_GROUPS=k_groups,
+            V_GROUPS=v_groups,
+            PADDED_TO=padded_to(k_groups + v_groups),
             DTYPE=_triton_type(cache.dtype),
             TABLE_DTYPE=_triton_type(tables[0].dtype if tables else cache.dtype),
             TILE=TILE,

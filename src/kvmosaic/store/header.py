@@ -35,8 +35,8 @@ DTYPE_NAMES = {
 }
 """Names of dtypes in safetensors."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-NUMBERS, INT8 = "numbers", "int8"
-"""Header field of entries in 8 bits, and its only value. Other entries do not have it, as in earlier releases."""
+NUMBERS = "numbers"
+"""Header field of entries in 8 bits. Other entries do not have it, as in earlier releases."""
 _COUNT = re.compile(r"0|[1-9][0-9]{0,6}")
 
 
@@ -102,7 +102,7 @@ def format_fields(kv_format: KVFormat) -> dict[str, str]:
         "dtype": str(kv_format.dtype).removeprefix("torch."),
         "windowed": " ".join(map(str, kv_format.tails.layers)),
         "tail": str(kv_format.tails.tokens),
-        **({NUMBERS: INT8} if kv_format.is_int8 else {}),
+        **({NUMBERS: kv_format.numbers} if kv_format.is_int8 else {}),
     }
 
 
@@ -132,12 +132,12 @@ def check_format(header: Header, tokens: int, expected: KVFormat | None) -> KVFo
 def _format(
     layers: str, heads: str, k_dim: str, v_dim: str, dtype: str, windowed: str, tail: str, numbers: str | None
 ) -> KVFormat:
-    if numbers not in (None, INT8):
-        raise ValueError(f"unknown numbers: {shown(numbers)}")
     tails = WindowTails(tuple(map(_count, windowed.split())), _count(tail))
-    return KVFormat(
-        _count(layers), _count(heads), _count(k_dim), _count(v_dim), _DTYPES[dtype], tails, numbers == INT8
-    )
+    sizes = (_count(text) for text in (layers, heads, k_dim, v_dim))
+    kv_format = KVFormat(*sizes, _DTYPES[dtype], tails, is_int8=numbers is not None)
+    if kv_format.numbers != (numbers or ""):
+        raise ValueError(f"unknown numbers: {shown(numbers)}")
+    return kv_format
 
 
 def _count(text: str) -> int:
