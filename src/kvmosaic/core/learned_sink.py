@@ -16,6 +16,8 @@ WITNESS_TOKENS = 16
 WITNESS_TOLERANCE = 0.1
 """Maximum relative difference of these values for a model to count as the one that a sink was learned for. Rounding
 to half precision causes a difference of 0.02, another model one of 1."""
+QUANTISED_TOLERANCE = 0.4
+"""Likewise, for models that attend to a quantised KV cache."""
 PLACEHOLDER = -1
 """Stand-in for each token of a learned sink, where keys and entries list the tokens before a chunk. It is not a valid
 token id, so nothing that a client sends can be mistaken for a learned sink."""
@@ -77,9 +79,12 @@ class LearnedSink:
         k, v = (part[:, heads].transpose(0, 1).to(device, dtype).contiguous() for part in (self.k, self.v))
         return k, v
 
-    def check(self, kv_format: KVFormat, witness: torch.Tensor, share: HeadShare) -> None:
+    def check(
+        self, kv_format: KVFormat, witness: torch.Tensor, share: HeadShare, *, is_quantised: bool = False
+    ) -> None:
         """Raise a :class:`ConfigError` for a model that the sink was not learned for. ``kv_format`` and ``witness``
-        (as in :attr:`witness`) are those of the model, for the heads in ``share``."""
+        (as in :attr:`witness`) are those of the model, for the heads in ``share``; ``is_quantised``: with a quantised
+        KV cache."""
         layers, heads = self.k.shape[:2]
         own = (layers, heads, self.k.shape[3], self.v.shape[3])
         needed = (kv_format.layers, share.heads.total, kv_format.k_dim, kv_format.v_dim)
@@ -87,7 +92,7 @@ class LearnedSink:
             raise self._refusal(f"it has (layers, heads, dims of K and V) {own}, and this model has {needed}")
         theirs, ours = self.witness[share.heads.first : share.heads.last + 1].float(), witness.float().cpu()
         distance = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
-        if not distance <= WITNESS_TOLERANCE:
+        if not distance <= (QUANTISED_TOLERANCE if is_quantised else WITNESS_TOLERANCE):
             raise self._refusal(f"this model's values are {distance:.0%} off")
 
     def _refusal(self, why: str) -> ConfigError:

@@ -40,12 +40,20 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 def explain_layer(
-    layer: int, at_old: Rows, at_new: Rows, old: range, new: range, tables: Sequence[RotaryTable]
+    layer: int,
+    at_old: Rows,
+    at_new: Rows,
+    old: range,
+    new: range,
+    tables: Sequence[RotaryTable],
+    *,
+    is_quantised: bool = False,
 ) -> LayerRotary | None:
-    """The turn from the rows computed at ``old`` to those at ``new``; ``None`` when nothing has to turn."""
+    """The turn from the rows computed at ``old`` to those at ``new``; ``None`` when nothing has to turn.
+    ``is_quantised``: attention saw rounded keys, and turned ones are rounded differently."""
     length = max(old.stop, new.stop)
     # GPUs may compute float32 attention in TF32, which has no more bits than half precision.
-    exact = at_old[0].dtype == torch.float32 and not at_old[0].is_cuda
+    exact = at_old[0].dtype == torch.float32 and not at_old[0].is_cuda and not is_quantised
     # The right turn is off by rounding only; a wrong pairing is off by tens of percent.
     tolerance = 1e-3 if exact else 5e-2
     # The first layer's input is the same at both positions. In later layers, rounding errors may have grown until

@@ -106,8 +106,8 @@ def trial_entry(
 
 def failure(trials: Iterable[Trial], dtype: torch.dtype, ranks: int = 1) -> str | None:
     """Why chunks must not be reused, in one line; ``None`` when one of the trials succeeds: a real fault fails all of
-    them. ``dtype`` is the model's. An exception is also a reason. With several ``ranks`` it is raised instead,
-    because the other ranks would wait forever for this one."""
+    them. ``dtype`` is the model's, or that of its KV cache if that has fewer bits. An exception is also a reason.
+    With several ``ranks`` it is raised instead, because the other ranks would wait forever for this one."""
     reason = None
     for trial in trials:
         try:

@@ -12,9 +12,9 @@ from tests.engines.vllm.helpers import SMALL, start
 pytestmark = pytest.mark.engine
 
 
-def test_a_quantised_kv_cache():
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8.*\S") as caught:
-        LLM("smollm2-135m", enable_chunk_cache=True, kv_cache_dtype="fp8", **SMALL)
+def test_a_kv_cache_of_another_kind():
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8_per_token_head.*\S") as caught:
+        LLM("smollm2-135m", enable_chunk_cache=True, kv_cache_dtype="fp8_per_token_head", **SMALL)
     assert "\n" not in str(caught.value)
 
 

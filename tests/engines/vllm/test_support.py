@@ -12,7 +12,10 @@ from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import engine_arguments, served_dtype
 from kvmosaic.engines.vllm.support import unsupported, version_problem
+from tests.engines.vllm.tiny import FP8_CACHE
 from tests.half_precision import IS_NATIVE, pretend_cpu
+
+RUNS = "runs in bfloat16" if IS_NATIVE else "runs in float32: this CPU has no bfloat16 instructions"
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -100,9 +103,11 @@ def build(tmp_path):
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
         {"enable_lora": True},
         {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
     ],
-    ids=["plain", "ours", "tensor-parallel", "pipeline", "both", "lora", "same-dtype", "ngram"],
+    ids=["plain", "ours", "tensor-parallel", "pipeline", "both", "lora", "same-dtype", "fp8", "e5m2", "ngram"],
 )
 def test_supported(build, arguments):
     assert unsupported(build(LLAMA, **arguments)) == []
@@ -128,7 +133,16 @@ def test_other_models_that_are_supported(build, model):
             "decode_context_parallel_size=2",
         ),
         (MIXTRAL, {"data_parallel_size": 2}, "data_parallel_size=2"),
-        (LLAMA, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        (LLAMA, {"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype=fp8_per_token_head"),
+        (LLAMA, {"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype=fp8_ds_mla"),
+        (LLAMA, {"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype=nvfp4"),
+        (LATENT, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 was never tried with multi-head latent"),
+        (LLAMA, {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
+        (
+            LLAMA,
+            {"pipeline_parallel_size": 2, "kv_cache_dtype": "fp8"},
+            "pipeline_parallel_size=2 was never tried with a quantised KV cache",
+        ),
         (LLAMA, {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "kv_cache_dtype=bfloat16"),
         (LLAMA, {"kv_offloading_size": 1.0}, "kv_offloading_size"),
         (LATENT, {"enable_lora": True}, "enable_lora with multi-head latent attention"),
@@ -145,7 +159,12 @@ def test_other_models_that_are_supported(build, model):
         "pipeline-lora",
         "decode-context",
         "data-parallel-moe",
-        "fp8",
+        "per-token-head",
+        "ds-mla",
+        "nvfp4",
+        "fp8-mla",
+        "fp8-skip",
+        "fp8-pipeline",
         "other-dtype",
         "offloading",
         "lora-mla",
@@ -196,7 +215,7 @@ def test_diffusion_models_are_refused(build):
 
 def test_every_reason_is_given(build):
     reasons = unsupported(build({**LATENT, "index_topk": 4}, pipeline_parallel_size=2, kv_cache_dtype="fp8"))
-    assert len(reasons) == 3
+    assert len(reasons) == 4
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.0rc1", "0.30.1.dev4+gabc", "0.32.0+cpu"])
@@ -266,13 +285,19 @@ def test_a_cpu_without_bfloat16_refuses_it(dtype, tmp_path, monkeypatch):
             LLAMA,
             (),
             "ok",
-            f"{'runs in bfloat16' if IS_NATIVE else 'runs in float32: this CPU has no bfloat16 instructions'}; "
-            "also with LoRA adapters",
+            f"{RUNS}; also with LoRA adapters",
+        ),
+        (
+            {**LLAMA, "quantization_config": FP8_CACHE},
+            (),
+            "ok",
+            f"{RUNS}; also with LoRA adapters; "
+            f"KV cache in fp8, documents in {'bfloat16' if IS_NATIVE else 'float32'}",
         ),
         (HYBRID, (), "fail", "not supported"),
         (LLAMA, ("--tensor-parallel-size", "3"), "fail", "vLLM refuses it"),
     ],
-    ids=["ok", "ours", "vllm"],
+    ids=["ok", "fp8", "ours", "vllm"],
 )
 def test_doctor_asks_vllm(tmp_path, monkeypatch, model, arguments, verdict, found):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the command sets it, so that it is put back

@@ -19,6 +19,14 @@ from transformers import (
 VOCABULARY = 512
 WINDOW = 60
 """Tokens that a layer with a sliding window sees."""
+FP8_CACHE = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
+}
+"""Quantisation of a checkpoint whose weights are not quantised, but which asks for an fp8 KV cache."""
 
 
 def write_tiny_llama(folder: Path, kv_heads: int = 4, **changes) -> str:
@@ -115,6 +123,21 @@ def write_tiny_eagle(folder: Path, target: str) -> str:
     }
     kept["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.08
     save_file(kept, folder / "model.safetensors")
+    return str(folder)
+
+
+def write_with_scales(folder: Path, like: str | Path) -> str:
+    """The Llama model in the folder ``like``, with scales of an fp8 KV cache, other ones in each layer. No scale is a
+    power of two: dividing by it rounds."""
+    config = json.loads((Path(like) / "config.json").read_text())
+    config["quantization_config"] = FP8_CACHE
+    weights = load_file(Path(like) / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for part, scale in (("q", 0.06), ("k", 0.05), ("v", 0.03)):
+            weights[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor([scale * (layer + 1)])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
     return str(folder)
 
 

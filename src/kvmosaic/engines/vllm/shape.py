@@ -6,7 +6,7 @@ from typing import Any
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.window import reachable_tail
 from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, sliding_window
-from kvmosaic.engines.vllm.support import looks_inside
+from kvmosaic.engines.vllm.support import QUANTISED, looks_inside
 
 SEGMENT_TOKENS = 256
 """Approximate number of exact-prefix tokens per entry: large enough for efficient transfers, small enough that little
@@ -40,6 +40,8 @@ class EngineShape:
     """Number of tokens of an entry that layers with a sliding window keep; ``None``: all."""
     stages: int = 1
     """Number of pipeline stages. As many steps are computed at a time."""
+    is_quantised: bool = False
+    """Whether vLLM's blocks hold rounded KV."""
     places_sink: bool = False
     """Whether chunks are filled after a learned sink, which is placed and not computed."""
 
@@ -68,6 +70,7 @@ class EngineShape:
             segment_tokens=-(-segment_tokens(reach) // size) * size,
             window_tail=reach if cuts else None,
             stages=parallel.pipeline_parallel_size,
+            is_quantised=vllm_config.cache_config.cache_dtype in QUANTISED,
             places_sink=places_sink,
         )
 

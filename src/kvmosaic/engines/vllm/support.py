@@ -10,6 +10,8 @@ from typing import Any
 from kvmosaic.blend import Policy, policy_named
 from kvmosaic.core.errors import ConfigError
 
+QUANTISED = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Supported dtypes of a quantised KV cache."""
 SUPPORTED_VLLM = ((0, 26), (0, 33))
 """Tested releases: from the first, up to but not including the second."""
 
@@ -110,6 +112,7 @@ def _pipeline_problems(vllm_config: Any) -> list[str]:
         "LoRA": vllm_config.lora_config is not None,
         "images and other inputs than text": vllm_config.model_config.is_multimodal_model,
         "external_launcher": parallel.distributed_executor_backend == "external_launcher",
+        "a quantised KV cache": cache.cache_dtype in QUANTISED,
         "prefix_match_unit": getattr(cache, "prefix_match_unit", None) is not None,
     }
     return [
@@ -124,15 +127,39 @@ def _cache_problems(vllm_config: Any) -> list[str]:
     problems = []
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     stored = vllm_config.cache_config.cache_dtype
-    if stored not in ("auto", dtype):
+    if stored in QUANTISED:
+        problems += _quantisation_problems(vllm_config)
+    elif stored not in ("auto", dtype):
         problems.append(
-            f"kv_cache_dtype={stored}: chunks are kept and moved in the model's own dtype; leave it at auto, "
-            f"or set it to {dtype} where the checkpoint asks for {stored}"
+            f"kv_cache_dtype={stored}: chunks are kept and moved in the model's own dtype, and of others only "
+            f"fp8, fp8_e4m3 and fp8_e5m2 were tried; leave it at auto, or set it to {dtype} if the checkpoint asks "
+            f"for {stored}"
         )
     if vllm_config.cache_config.kv_offloading_size is not None:
         problems.append(
             "kv_offloading_size: vLLM would replace the chunk cache by its own offloading; leave it out, and set "
             "prefix_blocks=true to keep exact prefixes in the tiers of the chunk cache"
+        )
+    return problems
+
+
+def _quantisation_problems(vllm_config: Any) -> list[str]:
+    cache = vllm_config.cache_config
+    asked = f"kv_cache_dtype={cache.cache_dtype}"
+    problems = []
+    if vllm_config.model_config.use_mla:
+        problems.append(
+            f"{asked} was never tried with multi-head latent attention; set it to the model's own dtype, or serve "
+            "this model without the chunk cache"
+        )
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):  # releases differ
+        problems.append(
+            f"{asked} with kv_cache_dtype_skip_layers: chunks need the same kind of cache in all layers; leave it out"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        problems.append(
+            f"{asked} with calculate_kv_scales: scales would change while chunks computed with others are stored; "
+            "leave it out, and use a checkpoint that has scales"
         )
     return problems
 

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from kvmosaic.blend.base import KVPart
+from kvmosaic.engines.vllm.compat.quantised import Quantised
 
 Attend = Callable[["KVLayer", torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], object]], None]
 """Computes a layer's attention. Its arguments are the layer, queries ``[tokens, heads, dim]``, K and V as they are
@@ -53,6 +54,11 @@ class KVLayer(ABC):
         Returns a function that undoes it. Compiled code also uses them, because it looks them up when it runs."""
 
     @property
+    def quantised(self) -> Quantised | None:
+        """How the cache is quantised, if it is. The writer quantises, so K and V are never quantised elsewhere."""
+        return Quantised.of(self.module)
+
+    @property
     def scale(self) -> float:
         """Scaling factor of the attention scores."""
         return float(self.module.impl.scale)
@@ -84,7 +90,9 @@ class HeadsLayer(KVLayer):
         self.module.impl.do_kv_cache_update(self.module, k, v, self.module.kv_cache, slots)
 
     def score_queries(self, q: torch.Tensor) -> torch.Tensor:
-        return q
+        """Some backends get quantised queries for a quantised cache."""
+        quantised = self.quantised
+        return q.float() * quantised.q_scale if quantised is not None and q.dtype.itemsize == 1 else q
 
     def replace_attention(self, attend: Attend, before: Callable[[KVLayer], None]) -> Callable[[], None]:
         backend = self.module.impl

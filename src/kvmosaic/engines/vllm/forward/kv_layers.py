@@ -10,6 +10,7 @@ from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.core.window import WindowTails
 from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_layers, draft_layers, has_shared_caches
+from kvmosaic.engines.vllm.compat.quantised import has_scales_per_head
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
 
 
@@ -34,6 +35,16 @@ class KVLayers:
                 "the chunk cache cannot be used here: layers that share a KV cache were never tried with "
                 "pipeline_parallel_size > 1; set it to 1 and use tensor_parallel_size"
             )
+        if len({layer.quantised and layer.quantised.name for layer in self.layers}) > 1:
+            raise UnsupportedModelError(
+                "the chunk cache cannot be used here: some layers have a quantised KV cache, others have none or "
+                "another kind; set kv_cache_dtype to the model's own dtype"
+            )
+        if self.is_quantised and any(has_scales_per_head(layer.module) for layer in self.layers):
+            raise UnsupportedModelError(
+                "the chunk cache cannot be used here: a KV cache quantised with scales of each head was never tried; "
+                "set kv_cache_dtype to the model's own dtype"
+            )
         self._group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
 
     def __len__(self) -> int:
@@ -48,6 +59,12 @@ class KVLayers:
     def windowed(self) -> tuple[int, ...]:
         """Layers with a sliding window."""
         return tuple(index for index in range(len(self.layers)) if index not in self.full)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the caches hold rounded numbers. Attention then sees K and V less exactly than they were
+        computed."""
+        return self.layers[0].quantised is not None
 
     def format(self, dtype: torch.dtype, tails: WindowTails) -> KVFormat:
         """Format of this rank's entries of these layers."""

@@ -47,6 +47,7 @@ def measure_rotary(forward: SparseForward, model: torch.nn.Module) -> list[Layer
             old,
             new,
             tables,
+            is_quantised=forward.kv.is_quantised,
         )
         for layer in range(len(forward.kv))
     ]

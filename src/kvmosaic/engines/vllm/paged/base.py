@@ -62,6 +62,11 @@ class RequestBlocks(ABC):
     def can_read(self) -> bool:
         """Whether :meth:`read` works with this cache."""
 
+    @property
+    def holds_computed(self) -> bool:
+        """Whether :meth:`read` returns KV as it was computed. A quantised cache has rounded it."""
+        return self.can_read and not self._forward.kv.is_quantised
+
     @abstractmethod
     def read(self, blocks: Sequence[int], start: int, end: int, form: KVFormat) -> PackedKV:
         """The KV at positions ``start .. end-1`` of a sequence, in the format ``form``."""

@@ -24,6 +24,9 @@ from kvmosaic.engines.vllm.shape import EngineShape
 
 REMEMBERED = 65536
 """Maximum number of segments that are remembered as incomplete in vLLM's blocks."""
+ROUNDED = -1
+"""Stand-in for what precedes a prompt whose segments are read from a quantised cache. It is not a valid token id, so
+no document has the hash of such a segment: moved to another position, its KV would be rounded twice."""
 
 
 @dataclass
@@ -255,7 +258,8 @@ class PrefixScheduler:
         tokens = exact.request.all_token_ids
         while len(exact.digests) <= index:
             start = len(exact.digests) * self._segment
-            before = unpack("<4i", exact.digests[-1]) if exact.digests else ()
+            first = (ROUNDED,) if self._shape.is_quantised else ()
+            before = unpack("<4i", exact.digests[-1]) if exact.digests else first
             exact.digests.append(content_hash(tokens[start : start + self._segment], before, self._algorithm))
         return exact.digests[index]
 

@@ -31,7 +31,7 @@ class _HalfFilled:
     tokens: list[int] = field(default_factory=list)
     """Tokens of its context and its own that are computed or placed."""
     pieces: list[PackedKV] = field(default_factory=list)
-    """Its KV until now, if blocks cannot be read."""
+    """Its KV until now, if blocks do not hold it as it was computed."""
 
 
 class ChunkFiller:
@@ -112,7 +112,7 @@ class ChunkFiller:
             self._paged.place([(self._sink, 0)], part.blocks, 0)
         run = Run(part.tokens, part.start, part.blocks, adapter_id(part.adapter))
         first = max(part.start, part.context_tokens)
-        captures = not self._paged.can_read and run.end > first
+        captures = not self._paged.holds_computed and run.end > first
         with self._timer.stage("fill", len(part.tokens)):
             # All ranks have to compute it, including a rank that failed in an earlier step and will store nothing.
             # Exactly, and with all tokens: pieces have to be joined before anything is left out or rounded.
@@ -129,7 +129,7 @@ class ChunkFiller:
             return True
         self._half_filled = None
         form = self._cache.document_format
-        if self._paged.can_read:
+        if self._paged.holds_computed:
             packed = self._paged.read(part.blocks[0], part.context_tokens, run.end, form)
         else:
             pieces = zip(*(piece.layers() for piece in half.pieces), strict=True)

@@ -39,7 +39,8 @@ def self_test(
         VllmTrial(prompt, chunk_context(context, prompt, after), forward, blocks, ranks, is_sink_placed, is_int8)
         for prompt in trial_prompts(len(after), model.get_vocab_size(), model.max_model_len)
     )
-    return failure(trials, model.dtype, ranks.count)
+    quantised = forward.kv.layers[0].quantised
+    return failure(trials, model.dtype if quantised is None else quantised.dtype, ranks.count)
 
 
 class VllmTrial:

@@ -84,9 +84,14 @@ class WorkerSide:
         if caches is not None and self._arrivals is not None:
             paged = KernelBlocks.open(self.forward, caches, self._arrivals, self.rotary, kv_format)
         self.paged: RequestBlocks = paged or BackendBlocks(
-            self.forward, self.rotary, kv_format, BlockReader.measure(kv) if setup.config.prefix_blocks else None
+            self.forward,
+            self.rotary,
+            kv_format,
+            BlockReader.measure(kv, kv_format.dtype) if setup.config.prefix_blocks else None,
         )
         self.weights = EngineWeights(vllm_config, loaded_model(runner), self.ranks)
+        # Tokens that attended to rounded K and V have other KV. Names of earlier releases say nothing of rounding.
+        rounding = {"kv_cache": self.ranks.of_all_layers([layer.quantised for layer in kv.layers])}
         self.names = EntryNames(
             setup.config,
             self.weights,
@@ -96,6 +101,7 @@ class WorkerSide:
                 "quantization": self._model.quantization,
                 "revision": self._model.revision,
                 "config": config_identity(self._model.hf_text_config.to_dict()),
+                **(rounding if kv.is_quantised else {}),
             },
             is_first=self.ranks.rank == 0,
         )

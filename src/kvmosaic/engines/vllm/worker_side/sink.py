@@ -21,7 +21,7 @@ def sink_entry(
     _, v = forward.capture([Run(tokens, 0, forward.kv.free_blocks)])
     problem = None
     try:
-        learned.check(kv_format, v[-1].transpose(0, 1), ranks.share)
+        learned.check(kv_format, v[-1].transpose(0, 1), ranks.share, is_quantised=forward.kv.is_quantised)
     except ConfigError as error:
         problem = str(error)
     told = ranks.gather((problem, learned.digest))
