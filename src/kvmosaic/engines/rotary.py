@@ -45,7 +45,7 @@ def explain_layer(
     """The turn from the rows computed at ``old`` to those at ``new``; ``None`` when nothing has to turn."""
     length = max(old.stop, new.stop)
     # GPUs may compute float32 attention in TF32, which has no more bits than half precision.
-    exact = at_old[0].dtype == torch.float32 and not at_old[0].is_cuda
+    exact = at_old[0].dtype == torch.float32 and at_old[0].device.type == "cpu"
     # The right turn is off by rounding only; a wrong pairing is off by tens of percent.
     tolerance = 1e-3 if exact else 5e-2
     # The first layer's input is the same at both positions. In later layers, rounding errors may have grown until
