@@ -201,11 +201,12 @@ def test_diffusion_models_are_refused(build):
         (LLAMA, {"tensor_parallel_size": 2, "additional_config": {"enable_flashcomm1": False}}, []),
         (LLAMA, {"pipeline_parallel_size": 2, "enable_lora": True}, ["pipeline_parallel_size", "LoRA"]),
         (LLAMA, {"additional_config": {"enable_flashcomm1": True}}, ["enable_flashcomm1"]),
+        (LLAMA, {"additional_config": {"enable_flashcomm2_parallel_size": 2}}, ["enable_flashcomm2_parallel_size"]),
         (LLAMA, {"additional_config": {"xlite_graph_config": {"enabled": True}}}, ["xlite_graph_config"]),
         (MIXTRAL, {}, ["a mixture of experts"]),
         (LATENT, {}, ["multi-head latent attention", "a mixture of experts"]),
     ],
-    ids=["plain", "tensor-parallel", "two", "flashcomm", "xlite", "mixture", "mla"],
+    ids=["plain", "tensor-parallel", "two", "flashcomm1", "flashcomm2", "xlite", "mixture", "mla"],
 )
 def test_what_is_not_prepared_on_npus(build, model, arguments, named):
     config = build(model, **arguments)

@@ -21,6 +21,11 @@ ASCEND_UNTRIED = (
     "`python -m tests.ascend_report MODEL` and send its report"
 )
 """Line for users of vllm-ascend."""
+ASCEND_VARIABLES = {
+    "enable_flashcomm1": "VLLM_ASCEND_ENABLE_FLASHCOMM1",
+    "enable_flashcomm2_parallel_size": "VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE",
+}
+"""Settings of vllm-ascend that spread a forward's tokens over ranks, and the variables that also set them."""
 
 
 def has_ascend() -> bool:
@@ -184,10 +189,11 @@ def _ascend_problems(vllm_config: Any) -> list[str]:
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         "a KV cache in 8 bits (C8)": getattr(vllm_config.quant_config, "enable_c8_quant", False),
-        "enable_flashcomm1": more.get("enable_flashcomm1", os.environ.get("VLLM_ASCEND_ENABLE_FLASHCOMM1") == "1"),
         "enable_hamming_sparse": more.get("enable_hamming_sparse"),
         "xlite_graph_config": more.get("xlite_graph_config", {}).get("enabled"),
     }
+    for setting, variable in ASCEND_VARIABLES.items():
+        unprepared[setting] = more.get(setting, os.environ.get(variable, "0") not in ("", "0"))
     return [
         f"{what}: not prepared on Ascend NPUs; leave it out, or serve this model without the chunk cache"
         for what, is_on in unprepared.items()

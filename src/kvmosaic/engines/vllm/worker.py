@@ -63,6 +63,9 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
             # Allocated before vLLM measures the memory left for its own cache, so that vLLM accounts for the pool.
             size = int(total * config.chunk_cache_gpu_memory_fraction)
             _device_pool = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if self.device.type == "npu":
+                # vllm-ascend 0.23 counts what loading the model took, and nothing that is allocated after it.
+                self.model_runner.model_memory_usage += size
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step. With pipeline stages, the connector's work comes before all else: vLLM's worker waits for

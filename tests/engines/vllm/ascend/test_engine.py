@@ -19,7 +19,7 @@ from tests.engines.vllm.ascend.test_layout import as_one
 from tests.engines.vllm.helpers import (
     OURS,
     PART,
-    as_before,
+    close,
     ask,
     chosen_last,
     draw,
@@ -155,7 +155,7 @@ def test_exact_prefixes_are_saved_and_loaded(llm):
     forget(llm)
     [again] = ask(llm, tokens)
     assert again.num_cached_tokens == 2 * PART
-    as_before(again, before)
+    close(again, before)
 
 
 def test_the_worker_is_one_over_the_plugins(monkeypatch, standin):
