@@ -19,9 +19,9 @@ from tests.engines.vllm.ascend.test_layout import as_one
 from tests.engines.vllm.helpers import (
     OURS,
     PART,
-    close,
     ask,
     chosen_last,
+    close,
     draw,
     fill_alone,
     forget,
