@@ -26,10 +26,11 @@ def record_event() -> torch.cuda.Event | None:
 def on_side_stream(after: torch.cuda.Event | None) -> Iterator[None]:
     """Run the copies inside the block on this thread's own stream, after the event ``after``. All are complete at the
     end, so their sources may be freed and any stream may use their results."""
-    module = None if after is None else accelerator_of(after.device)
-    if module is None:
+    if after is None:
         yield
         return
+    module = accelerator_of(after.device)
+    assert module is not None
     # A new thread's current device is the first one, even if this process works on another.
     with module.device(after.device):
         if not hasattr(_local, "stream"):

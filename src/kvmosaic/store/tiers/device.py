@@ -98,7 +98,8 @@ class DeviceTier(Tier):
 
     def _current_stream(self) -> torch.cuda.Stream | None:
         module = accelerator_of(self._pool.device)
-        return None if module is None else module.current_stream(self._pool.device)
+        stream: torch.cuda.Stream | None = None if module is None else module.current_stream(self._pool.device)
+        return stream
 
     def _take(self, nbytes: int) -> int:
         for index, (start, end) in enumerate(self._free):
