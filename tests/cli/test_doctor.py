@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -111,6 +112,41 @@ def test_a_vllm_that_is_broken_and_too_old(monkeypatch):
     assert rows["vLLM"][0] == "fail"
     assert "0.11.2" in rows["vLLM"][2]
     assert rows["vLLM connector"][0] == rows["vLLM worker"][0] == "fail"
+
+
+def test_vllm_with_its_plugin_for_npus(monkeypatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr("kvmosaic.engines.vllm.support.has_ascend", lambda: True)
+    monkeypatch.setattr(machine, "_vllm_version", lambda: "0.23.0")
+    rows = rows_of(status=1)
+    assert rows["vLLM"][:2] == ("warn", "0.23.0, with vllm-ascend")
+    assert "never run on an NPU" in rows["vLLM"][2]
+    assert "python -m tests.ascend_report" in rows["vLLM"][2]
+    monkeypatch.setattr(machine, "_vllm_version", lambda: "0.26.0")
+    rows = rows_of(status=1)
+    assert rows["vLLM"] == (
+        "fail",
+        "0.26.0",
+        "vLLM 0.26.0 with vllm-ascend is not prepared; pip install vllm-ascend==0.23.0.post1",
+    )
+
+
+def test_an_npu(monkeypatch, tmp_path_factory):
+    """No NPU here: torch is made to report one, as it does once torch_npu is there."""
+    import torch
+
+    pretend_cpu(monkeypatch, tmp_path_factory.mktemp("other-cpu"), "fp asimd")  # which does not matter
+    properties = type("P", (), {"total_memory": 64 * GIB})
+    npu = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 8,
+        get_device_name=lambda: "Ascend910B",
+        get_device_properties=lambda _: properties,
+    )
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    rows = rows_of()
+    assert rows["accelerator"] == ("ok", "8 x Ascend910B, 64.0 GiB; 15% device pool: 9.6 GiB", "")
+    assert "precision" not in rows
 
 
 def test_wrong_settings_fail_without_hiding_the_rest(monkeypatch):

@@ -32,6 +32,7 @@ COMMANDS = [
     (r"(\w+=\w+ )*\.venv[-\w]*/bin/python -m pytest", "here"),
     (r"export \w+=", "here"),
     (r"pip install -e '\.\[vllm\]'", "needs a GPU"),
+    (r"python -m tests.ascend_report", "needs an NPU; tests/engines/vllm/ascend/test_report.py runs its parts"),
     (r"mooncake_", "needs several machines; tests/store/servers.py starts both with other addresses"),
     (r"docker|MODEL=\S+ docker|kubectl", "needs Docker or a cluster; tests/test_deploy.py checks the files"),
 ]

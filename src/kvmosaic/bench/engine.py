@@ -95,9 +95,9 @@ def start(model: Model, **settings: Any) -> "LLM":
 
 def _in_float32() -> bool:
     """Whether this machine cannot run the model in bfloat16."""
-    import torch
+    from kvmosaic.core.accelerator import accelerator_there
 
-    return not torch.cuda.is_available() and not cpu_runs_bfloat16()
+    return accelerator_there() is None and not cpu_runs_bfloat16()
 
 
 def machine() -> dict[str, str]:
@@ -105,7 +105,10 @@ def machine() -> dict[str, str]:
     import torch
     import vllm
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
+    from kvmosaic.core.accelerator import accelerator_there
+
+    accelerator = accelerator_there()
+    device = f"{os.cpu_count()} CPUs" if accelerator is None else accelerator.get_device_name()
     if _in_float32():
         device += f", in float32 ({WHY_FLOAT32})"
     versions = {"kvmosaic": __version__, "vllm": vllm.__version__, "torch": torch.__version__}

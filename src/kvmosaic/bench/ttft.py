@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from kvmosaic.bench.engine import Model, machine, start
 from kvmosaic.bench.traffic import SYSTEM_TOKENS, Prompt, assemble, random_tokens
+from kvmosaic.core.accelerator import accelerator_there
 from kvmosaic.core.errors import KvmosaicError
 
 CHUNK_TOKENS = 512
@@ -28,7 +27,7 @@ def run(
     with all chunks cached in ``tier`` (``device`` or ``host``): by full prefill, by a hit in vLLM's prefix cache, and
     by reuse with every policy and ratio. Ratio 0 is measured once, because there all policies are the same. Reuse is
     measured after a known system prompt and after a new one."""
-    if tier == "device" and not torch.cuda.is_available():
+    if tier == "device" and accelerator_there() is None:
         raise KvmosaicError("--tier device needs a GPU; use --tier host")
     progress("starting vLLM")
     llm = start(

@@ -53,7 +53,7 @@ def explain_layer(
     ``is_quantised``: attention saw rounded keys, and turned ones are rounded differently."""
     length = max(old.stop, new.stop)
     # GPUs may compute float32 attention in TF32, which has no more bits than half precision.
-    exact = at_old[0].dtype == torch.float32 and not at_old[0].is_cuda and not is_quantised
+    exact = at_old[0].dtype == torch.float32 and at_old[0].device.type == "cpu" and not is_quantised
     # The right turn is off by rounding only; a wrong pairing is off by tens of percent.
     tolerance = 1e-3 if exact else 5e-2
     # The first layer's input is the same at both positions. In later layers, rounding errors may have grown until

@@ -1,4 +1,4 @@
-"""Copies between GPU and host memory that run concurrently with the GPU's other work."""
+"""Copies between accelerator and host memory that run concurrently with the accelerator's other work."""
 
 import threading
 from collections.abc import Iterator
@@ -6,14 +6,18 @@ from contextlib import contextmanager
 
 import torch
 
+from kvmosaic.core.accelerator import accelerator_in_use, accelerator_of
+
 _local = threading.local()
 
 
 def record_event() -> torch.cuda.Event | None:
-    """An event after the calling thread's GPU work so far; ``None`` if no GPU is in use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """An event after the calling thread's accelerator work so far; ``None`` if no accelerator is in use. Events of
+    NPUs have the same methods."""
+    module = accelerator_in_use()
+    if module is None:
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event: torch.cuda.Event = module.Event()
     event.record()
     return event
 
@@ -25,11 +29,13 @@ def on_side_stream(after: torch.cuda.Event | None) -> Iterator[None]:
     if after is None:
         yield
         return
+    module = accelerator_of(after.device)
+    assert module is not None
     # A new thread's current device is the first one, even if this process works on another.
-    with torch.cuda.device(after.device):
+    with module.device(after.device):
         if not hasattr(_local, "stream"):
-            _local.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(_local.stream):
+            _local.stream = module.Stream()
+        with module.stream(_local.stream):
             _local.stream.wait_event(after)
             yield
             _local.stream.synchronize()

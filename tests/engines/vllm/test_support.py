@@ -213,6 +213,28 @@ def test_diffusion_models_are_refused(build):
     assert "diffusion" in reason
 
 
+@pytest.mark.parametrize(
+    ("model", "arguments", "named"),
+    [
+        (LLAMA, {}, []),
+        (LLAMA, {"tensor_parallel_size": 2, "additional_config": {"enable_flashcomm1": False}}, []),
+        (LLAMA, {"pipeline_parallel_size": 2, "enable_lora": True}, ["pipeline_parallel_size", "LoRA"]),
+        (LLAMA, {"additional_config": {"enable_flashcomm1": True}}, ["enable_flashcomm1"]),
+        (LLAMA, {"additional_config": {"enable_flashcomm2_parallel_size": 2}}, ["enable_flashcomm2_parallel_size"]),
+        (LLAMA, {"additional_config": {"xlite_graph_config": {"enabled": True}}}, ["xlite_graph_config"]),
+        (MIXTRAL, {}, ["a mixture of experts"]),
+        (LATENT, {}, ["multi-head latent attention", "a mixture of experts"]),
+    ],
+    ids=["plain", "tensor-parallel", "two", "flashcomm1", "flashcomm2", "xlite", "mixture", "mla"],
+)
+def test_what_is_not_prepared_on_npus(build, model, arguments, named):
+    config = build(model, **arguments)
+    config.device_config.device_type = "npu"  # set afterwards: vLLM builds it only where vllm-ascend runs
+    reasons = [reason for reason in unsupported(config) if "Ascend" in reason]
+    assert [reason.partition(":")[0].partition(" >")[0] for reason in reasons] == named
+    assert all(";" in reason for reason in reasons), "what to do is missing"
+
+
 def test_every_reason_is_given(build):
     reasons = unsupported(build({**LATENT, "index_topk": 4}, pipeline_parallel_size=2, kv_cache_dtype="fp8"))
     assert len(reasons) == 4

@@ -9,7 +9,7 @@ from typing import Literal
 from kvmosaic.cli.doctor.row import GIB, Row, reason
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16
-from kvmosaic.engines.vllm.support import version_problem
+from kvmosaic.engines.vllm.support import ASCEND_UNTRIED, version_problem
 
 
 def runtime() -> Iterator[Row]:
@@ -23,10 +23,12 @@ def runtime() -> Iterator[Row]:
 def accelerator(settings: ChunkCacheConfig) -> Iterator[Row]:
     import torch
 
-    gpu = _has_gpu()
-    if gpu:
-        name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
-        total = torch.cuda.get_device_properties(0).total_memory
+    from kvmosaic.core.accelerator import accelerator_there
+
+    module, gpu = accelerator_there(), torch.cuda.is_available()
+    if module is not None:
+        name, count = module.get_device_name(), module.device_count()
+        total = module.get_device_properties(0).total_memory
         share = settings.chunk_cache_gpu_memory_fraction
         pool = f"{share:.0%} device pool: {device_pool(settings) / GIB:.1f} GiB"
         yield Row("accelerator", "ok", f"{count} x {name}, {total / GIB:.1f} GiB; {pool}")
@@ -42,19 +44,14 @@ def accelerator(settings: ChunkCacheConfig) -> Iterator[Row]:
         yield Row("Triton", "fail" if gpu else "ok", found, missing if gpu else "")
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def device_pool(settings: ChunkCacheConfig) -> int:
-    """Size of the device tier on a GPU, in bytes; 0 without a GPU."""
-    import torch
+    """Size of the device tier on an accelerator, in bytes; 0 without one."""
+    from kvmosaic.core.accelerator import accelerator_there
 
-    if not _has_gpu():
+    module = accelerator_there()
+    if module is None:
         return 0
-    return int(torch.cuda.get_device_properties(0).total_memory * settings.chunk_cache_gpu_memory_fraction)
+    return int(module.get_device_properties(0).total_memory * settings.chunk_cache_gpu_memory_fraction)
 
 
 def embedded_engine() -> Iterator[Row]:
@@ -73,13 +70,19 @@ def embedded_engine() -> Iterator[Row]:
 
 def vllm() -> Iterator[Row]:
     if find_spec("vllm") is None:
-        how = "pip install -e '.[vllm]'" if _has_gpu() else "make .venv-vllm/.ready, then use .venv-vllm/bin/kvmosaic"
+        from kvmosaic.core.accelerator import accelerator_there
+
+        on_cpu = "make .venv-vllm/.ready, then use .venv-vllm/bin/kvmosaic"
+        how = on_cpu if accelerator_there() is None else "pip install -e '.[vllm]'"
         advice = f"only the embedded engine works; for serving, in a clone of kvmosaic: {how}"
         yield Row("vLLM", "warn", "not installed", advice)
         return
     version = _vllm_version()
     problem = version_problem(version)
-    yield Row("vLLM", "fail" if problem else "ok", version, problem or "")
+    verdict: Literal["ok", "warn", "fail"] = "fail" if problem else "ok"
+    if problem == ASCEND_UNTRIED:
+        verdict, version = "warn", f"{version}, with vllm-ascend"
+    yield Row("vLLM", verdict, version, problem or "")
     from kvmosaic.engines.vllm.arguments import CONNECTOR_MODULE, WORKER
 
     for check, qualified in (("vLLM connector", f"{CONNECTOR_MODULE}.ChunkConnector"), ("vLLM worker", WORKER)):

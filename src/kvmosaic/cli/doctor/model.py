@@ -168,9 +168,11 @@ def _dtypes(config: Any, text: Any, vllm_config: Any) -> list["torch.dtype"]:
     """The dtypes of the embedded engine, mostly the checkpoint's, and of vLLM, which may choose another."""
     import torch
 
+    from kvmosaic.core.accelerator import accelerator_there
+
     own = _name(config.dtype or text.dtype or torch.float32)
     is_quantized = getattr(config, "quantization_config", None) is not None
-    if not torch.cuda.is_available() and not cpu_runs_bfloat16() and needs_float32(own, is_quantized):
+    if accelerator_there() is None and not cpu_runs_bfloat16() and needs_float32(own, is_quantized):
         own = "float32"
     chosen = [getattr(torch, own)]
     if vllm_config is not None:

@@ -4,7 +4,9 @@ This module does not import vLLM, so that it can tell a machine without vLLM wha
 reads exists under the same name in the oldest and in the newest supported release.
 """
 
+import os
 import re
+from importlib.util import find_spec
 from typing import Any
 
 from kvmosaic.blend import Policy, policy_named
@@ -14,10 +16,31 @@ QUANTISED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Supported dtypes of a quantised KV cache."""
 SUPPORTED_VLLM = ((0, 26), (0, 33))
 """Tested releases: from the first, up to but not including the second."""
+ASCEND_VLLM = "0.23."
+"""Beginning of the releases of vLLM for which the use of vllm-ascend is prepared."""
+ASCEND_UNTRIED = (
+    "the chunk cache is prepared for vllm-ascend 0.23 and was never run on an NPU; in a clone of kvmosaic, run "
+    "`python -m tests.ascend_report MODEL` and send its report"
+)
+"""Line for users of vllm-ascend."""
+ASCEND_VARIABLES = {
+    "enable_flashcomm1": "VLLM_ASCEND_ENABLE_FLASHCOMM1",
+    "enable_flashcomm2_parallel_size": "VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE",
+}
+"""Settings of vllm-ascend that spread a forward's tokens over ranks, and the variables that also set them."""
+
+
+def has_ascend() -> bool:
+    """Whether vllm-ascend, vLLM's plugin for Ascend NPUs, is installed."""
+    return find_spec("vllm_ascend") is not None
 
 
 def version_problem(version: str) -> str | None:
     """Why this vLLM release is not supported and what to do, in one line; ``None`` when it is."""
+    if has_ascend():
+        if version.startswith(ASCEND_VLLM):
+            return ASCEND_UNTRIED
+        return f"vLLM {version} with vllm-ascend is not prepared; pip install vllm-ascend==0.23.0.post1"
     first, end = (".".join(map(str, bound)) for bound in SUPPORTED_VLLM)
     wanted = f"pip install 'vllm>={first},<{end}'"
     number = re.match(r"(\d+)\.(\d+)", version)
@@ -38,6 +61,7 @@ def unsupported(vllm_config: Any) -> list[str]:
         *_cache_problems(vllm_config),
         *_adapter_problems(vllm_config),
         *_policy_problems(vllm_config),
+        *_ascend_problems(vllm_config),
     ]
 
 
@@ -64,7 +88,7 @@ def _model_problems(model: Any) -> list[str]:
             "an encoder-decoder model attends to its prompt through an encoder, which chunks cannot be cut out of; "
             "use a decoder-only model"
         )
-    if model.is_diffusion:
+    if getattr(model, "is_diffusion", False):  # vLLM 0.23, which vllm-ascend needs, does not have it
         problems.append("a diffusion model's tokens see later ones, so chunks have no KV of their own; use another")
     if model.is_attention_free:
         problems.append("a model without attention has no KV to reuse; use a model with attention in every layer")
@@ -178,6 +202,30 @@ def _adapter_problems(vllm_config: Any) -> list[str]:
             "adapters of a step's images; leave it out"
         )
     return problems
+
+
+def _ascend_problems(vllm_config: Any) -> list[str]:
+    """What is not prepared on Ascend NPUs."""
+    if vllm_config.device_config.device_type != "npu":
+        return []
+    parallel, more = vllm_config.parallel_config, vllm_config.additional_config or {}
+    unprepared = {
+        "multi-head latent attention": vllm_config.model_config.use_mla,
+        "a mixture of experts": parallel.is_moe_model is not False,
+        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "a KV cache in 8 bits (C8)": getattr(vllm_config.quant_config, "enable_c8_quant", False),
+        "enable_hamming_sparse": more.get("enable_hamming_sparse"),
+        "xlite_graph_config": more.get("xlite_graph_config", {}).get("enabled"),
+    }
+    for setting, variable in ASCEND_VARIABLES.items():
+        unprepared[setting] = more.get(setting, os.environ.get(variable, "0") not in ("", "0"))
+    return [
+        f"{what}: not prepared on Ascend NPUs; leave it out, or serve this model without the chunk cache"
+        for what, is_on in unprepared.items()
+        if is_on
+    ]
 
 
 def looks_inside(spec: str, ratio: float) -> bool:

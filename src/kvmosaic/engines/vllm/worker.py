@@ -11,6 +11,7 @@ import torch
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
+from kvmosaic.core.accelerator import accelerator_of
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import CONNECTOR
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+elif current_platform.device_type == "npu":
+    from vllm_ascend.worker.worker import NPUWorker as PlatformWorker  # type: ignore[assignment]
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
 
@@ -54,11 +57,15 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         make_stage_inputs(self.model_runner)
         assert self.device is not None
         config = load_config(**transfer.kv_connector_extra_config)
-        if self.device.type == "cuda" and config.chunk_cache_gpu_memory_fraction > 0:
-            total = torch.cuda.get_device_properties(self.device).total_memory
+        accelerator = accelerator_of(self.device)
+        if accelerator is not None and config.chunk_cache_gpu_memory_fraction > 0:
+            total = accelerator.get_device_properties(self.device).total_memory
             # Allocated before vLLM measures the memory left for its own cache, so that vLLM accounts for the pool.
             size = int(total * config.chunk_cache_gpu_memory_fraction)
             _device_pool = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if self.device.type == "npu":
+                # vllm-ascend 0.23 counts what loading the model took, and nothing that is allocated after it.
+                self.model_runner.model_memory_usage += size
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step. With pipeline stages, the connector's work comes before all else: vLLM's worker waits for

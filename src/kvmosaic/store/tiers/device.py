@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvmosaic.core.accelerator import accelerator_of, may_copy_later
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import EntryInfo, Tier
@@ -40,7 +41,7 @@ class DeviceTier(Tier):
         self.capacity: int | None = pool.numel()
         self._pool = pool
         self._entries: dict[ChunkKey, _Held] = {}
-        self._readers: dict[int, torch.cuda.Stream] = {}
+        self._readers: set[torch.cuda.Stream] = set()
         self._free: list[tuple[int, int]] = [(0, pool.numel())]
         """Gaps as ``(start, end)``, ascending, never adjacent."""
         self._lock = threading.Lock()
@@ -55,7 +56,7 @@ class DeviceTier(Tier):
             return None
         stream = self._current_stream()
         if stream is not None and held.written is not None:
-            self._readers[stream.cuda_stream] = stream
+            self._readers.add(stream)
             if stream != held.stream:
                 stream.wait_event(held.written)
         return held.entry
@@ -68,10 +69,10 @@ class DeviceTier(Tier):
             start = self._take(_aligned(entry.nbytes))
             place = self._pool[start : start + entry.nbytes].view(entry.format.stored_dtype).view(entry.data.shape)
             stream = self._current_stream()
-            for reader in list(self._readers.values()):
+            for reader in list(self._readers):
                 if stream is not None and stream != reader:
                     stream.wait_stream(reader)
-            place.copy_(entry.data, non_blocking=True)
+            place.copy_(entry.data, non_blocking=may_copy_later(entry.data, place.device))
             written = None if stream is None else stream.record_event()
             self._entries[entry.key] = _Held(start, replace(entry, data=place), stream, written)
         return _aligned(entry.nbytes)
@@ -96,7 +97,9 @@ class DeviceTier(Tier):
             yield EntryInfo(key, _aligned(held.entry.nbytes), self.name, pinned=False)
 
     def _current_stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self._pool.device) if self._pool.is_cuda else None
+        module = accelerator_of(self._pool.device)
+        stream: torch.cuda.Stream | None = None if module is None else module.current_stream(self._pool.device)
+        return stream
 
     def _take(self, nbytes: int) -> int:
         for index, (start, end) in enumerate(self._free):

@@ -13,11 +13,11 @@ from kvmosaic.store.memory import POOL
 
 def in_host_memory(entry: ChunkKV) -> ChunkKV:
     """The entry in host memory of its own: contiguous, not a view that keeps uncounted memory alive, and pinned if it
-    came from a GPU, so that it can be copied back at full speed."""
+    came from an accelerator, so that it can be copied back at full speed."""
     data = entry.data
     if data.device.type == "cpu" and data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes:
         return entry
-    if data.is_cuda:
+    if data.device.type != "cpu":
         copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
     else:
         copy = torch.from_numpy(POOL.take(data.nbytes)).view(data.dtype).view(data.shape)
@@ -30,9 +30,9 @@ def in_pinned_memory(entry: ChunkKV) -> ChunkKV:
 
 
 def taken_bytes(data: torch.Tensor) -> int:
-    """Bytes of host memory that a tensor takes, or will take when it is copied there. Tensors from a GPU go to pinned
-    memory, which torch allocates in powers of two."""
-    is_pinned = data.is_cuda or data.is_pinned()
+    """Bytes of host memory that a tensor takes, or will take when it is copied there. Tensors from an accelerator go
+    to pinned memory, which torch allocates in powers of two."""
+    is_pinned = data.device.type != "cpu" or data.is_pinned()
     return 1 << (data.nbytes - 1).bit_length() if is_pinned and data.nbytes else data.nbytes
 
 

@@ -7,6 +7,8 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
+from kvmosaic.engines.vllm.compat.sources import broken_plugin
+
 PACKAGE = __name__.rpartition(".")[0]
 CONNECTOR = "kvmosaic.engines.vllm.connector", "ChunkConnector"
 WORKER = "kvmosaic.engines.vllm.worker", "ChunkWorker"
@@ -23,7 +25,8 @@ POOL_METHODS = ("get_new_blocks", "free_blocks", "get_num_free_blocks", "reset_p
 def broken_contracts() -> list[str]:
     """The broken contracts of the installed vLLM: one line each. Numbers that are wrong are found by the self-test
     when an engine starts, not here."""
-    return [*_broken_imports(), *_broken_fields()] or [*_broken_methods(*CONNECTOR), *_broken_methods(*WORKER)]
+    found = [*_broken_imports(), *_broken_fields(), *broken_plugin()]
+    return found or [*_broken_methods(*CONNECTOR), *_broken_methods(*WORKER)]
 
 
 def _broken_imports() -> Iterator[str]:

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from kvmosaic.blend.base import KVPart
+from kvmosaic.engines.vllm.compat.ascend import is_ascend
 from kvmosaic.engines.vllm.compat.quantised import Quantised
 
 Attend = Callable[["KVLayer", torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], object]], None]
@@ -113,6 +114,25 @@ class HeadsLayer(KVLayer):
             and getattr(impl, "sinks", None) is None
             and not getattr(impl, "logits_soft_cap", None)
         )
+
+
+class PairLayer(HeadsLayer):
+    """Attention on an Ascend NPU: K and V are cached in two tensors, and the backend writes them when it computes
+    attention. Prepared from vllm-ascend's source; never run on an NPU."""
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The caches of K and V, ``[blocks, block_size, kv_heads, dim]`` each."""
+        k, v = self.module.kv_cache
+        return k, v
+
+    @property
+    def cache(self) -> torch.Tensor:
+        raise TypeError("K and V have a tensor each")
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        # The NPU's kernel takes no other type of slots.
+        self.module.impl.do_kv_cache_update(self.module, k, v, self.module.kv_cache, slots.to(torch.int32))
 
 
 class LatentLayer(KVLayer):
@@ -232,7 +252,13 @@ def attention_layers(vllm_config: Any, kv_cache_config: Any, left_out: frozenset
     context = vllm_config.compilation_config.static_forward_context
     names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names} - left_out
     modules = [context[name] for name in sorted(names, key=_layer_index)]
-    return [LatentLayer(each) if isinstance(each, MLAAttention) else HeadsLayer(each) for each in modules]
+    return [_kind(each)(each) for each in modules]
+
+
+def _kind(module: Any) -> type[HeadsLayer] | type[LatentLayer]:
+    if isinstance(module, MLAAttention):
+        return LatentLayer
+    return PairLayer if is_ascend(module.get_attn_backend()) else HeadsLayer
 
 
 def _layer_index(name: str) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import torch
 from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.core.window import WindowTails
-from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_layers, draft_layers, has_shared_caches
+from kvmosaic.engines.vllm.compat.layers import KVLayer, PairLayer, attention_layers, draft_layers, has_shared_caches
 from kvmosaic.engines.vllm.compat.quantised import has_scales_per_head
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
 
@@ -46,6 +46,12 @@ class KVLayers:
                 "set kv_cache_dtype to the model's own dtype"
             )
         self._group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
+
+    @cached_property
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """The caches of K and V of each layer, if they are separate; otherwise ``None``."""
+        pairs = [layer.pair for layer in self.layers if isinstance(layer, PairLayer)]
+        return pairs if len(pairs) == len(self) else None
 
     def __len__(self) -> int:
         return len(self.layers)

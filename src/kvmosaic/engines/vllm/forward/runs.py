@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 
 class Run(NamedTuple):
@@ -108,3 +109,8 @@ def runs_of(
     edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return [Run(tokens[start:end], start, blocks, adapter_id) for start, end in pairs]
+
+
+def padded(values: torch.Tensor, count: int, value: int = 0) -> torch.Tensor:
+    """``[..., tokens]`` with ``count`` more tokens at the end."""
+    return pad(values, (0, count), value=value) if count else values

@@ -11,17 +11,15 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from kvmosaic.engines.vllm.compat.adapters import with_adapter
-from kvmosaic.engines.vllm.compat.graphs import graph_context, graph_inputs, graph_size
+from kvmosaic.engines.vllm.compat.graphs import graph_inputs, graph_size
 from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_by
-from kvmosaic.engines.vllm.compat.running import set_forward_context
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
 from kvmosaic.engines.vllm.forward.ranks import RankLostError, Ranks
-from kvmosaic.engines.vllm.forward.runs import Pass, Run
+from kvmosaic.engines.vllm.forward.runs import Pass, Run, padded
 from kvmosaic.engines.vllm.forward.stages import Stages
 from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
 
@@ -57,12 +55,13 @@ class SparseForward:
         self._metadata = metadata
         self._arrivals = arrivals
         self._tiles = tiles
-        # On a CPU, vLLM's compiled code is traced only for its own steps. The compiled code of some models takes
-        # embeddings. Between pipeline stages, it takes hidden states from buffers of the step in progress.
+        # On a CPU, vLLM's compiled code is traced only for its own steps; on an NPU, it was never tried. The compiled
+        # code of some models takes embeddings. Between pipeline stages, it takes hidden states from buffers of the
+        # step in progress.
         takes_embeddings = (
             getattr(runner, "supports_mm_inputs", False) or vllm_config.model_config.enable_prompt_embeds
         )
-        self._runs_compiled = runner.device.type != "cpu" and not takes_embeddings and ranks.stages == 1
+        self._runs_compiled = runner.device.type == "cuda" and not takes_embeddings and ranks.stages == 1
 
     @property
     def step_tokens(self) -> int:
@@ -156,7 +155,7 @@ class SparseForward:
         tiles = self._tiles if self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs else None
         queries = None if tiles is None else tiles.queries(work.sequences)
         positions = work.positions + shift if shift else work.positions
-        inputs = _padded(work.token_ids, padding), _padded(positions, padding)
+        inputs = padded(work.token_ids, padding), padded(positions, padding)
 
         def attend(
             layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
@@ -181,13 +180,12 @@ class SparseForward:
             torch.inference_mode(),
             with_adapter(self._runner, work.adapter_id, len(work.sequences), count),
             attention_by(attend, wait_for, watched),
-            set_forward_context(
+            self._metadata.context(
+                work,
                 self._metadata.build(work) if queries is None else None,
-                self._config,
-                num_tokens=len(inputs[0]),
-                slot_mapping=self._metadata.slot_mappings(_padded(work.slots, padding, -1)),
+                padding=padding,
+                graph=size,
                 skip_compiled=not self._runs_compiled,
-                **graph_context(size),
             ),
             nullcontext(inputs) if size is None else graph_inputs(self._runner, *inputs, count) as (
                 input_ids,
@@ -211,8 +209,3 @@ class SparseForward:
                     self._stages.fail()
                 raise
             return self._stages.hand_on(output)[:count]
-
-
-def _padded(values: torch.Tensor, count: int, value: int = 0) -> torch.Tensor:
-    """``[..., tokens]`` with ``count`` more tokens at the end."""
-    return pad(values, (0, count), value=value) if count else values

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvmosaic.blend.base import KVPart
+from kvmosaic.core.accelerator import may_copy_later
 from kvmosaic.core.entry import ChunkKV, KVFormat, PackedKV
 from kvmosaic.core.rotation import CosSin, rotate_
 from kvmosaic.engines.rotary import LayerRotary, turns_for
@@ -13,6 +14,7 @@ from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
 from kvmosaic.engines.vllm.paged.layout_probe import BlockReader
+from kvmosaic.engines.vllm.paged.pair_reader import PairReader
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class BackendBlocks(RequestBlocks):
         forward: SparseForward,
         rotary: Sequence[LayerRotary | None],
         kv_format: KVFormat,
-        reader: BlockReader | None,
+        reader: BlockReader | PairReader | None,
     ) -> None:
         self._forward = forward
         self.format = kv_format
@@ -62,7 +64,7 @@ class BackendBlocks(RequestBlocks):
         kv, windowed = self._forward.kv, self.tails.layers
         # vLLM's tables do not depend on a prompt's length.
         turns = turns_for(moves, 0, self._rotary)
-        moved = [replace(entry, data=entry.data.to(kv.device, non_blocking=True)) for entry, _ in moves]
+        moved = [replace(entry, data=_on(kv.device, entry.data)) for entry, _ in moves]
         everything = _Kept.of(moves, [len(entry.tokens) for entry, _ in moves], start)
         tail = _Kept.of(moves, [min(len(entry.tokens), self.tails.tokens) for entry, _ in moves], start)
         slots = {kept: kv.slots(kept.positions.to(kv.device), blocks) for kept in (everything, tail)}
@@ -120,3 +122,7 @@ class BackendBlocks(RequestBlocks):
             own_k, own_v = (part[:, inside].permute(2, 0, 1, 3) for part in (k, v))
             results.append(PackedKV.of(own_k, own_v, form or self.format))
         return results
+
+
+def _on(device: torch.device, data: torch.Tensor) -> torch.Tensor:
+    return data.to(device, non_blocking=may_copy_later(data, device))

@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 def readable_caches(kv: KVLayers) -> PagedCaches | None:
     """The caches of all layers, for our kernels; ``None`` if the backend packs or quantises its cache, or without a
     GPU. To be called before any block is in use."""
+    if kv.device.type != "cuda":
+        return None
     layers, first = [layer.cache for layer in kv.layers], kv.layers[0]
     if (
-        kv.device.type != "cuda"
-        or len(kv.block_sizes) > 1
+        len(kv.block_sizes) > 1
         or len({(layer.shape, layer.stride(), layer.dtype) for layer in layers}) > 1
         or layers[0].dtype not in (torch.float32, torch.float16, torch.bfloat16)
         or layers[0].shape[1:] != (first.kv_heads, kv.block_sizes[0], first.k_dim + first.v_dim)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvmosaic.core.accelerator import accelerator_of
 from kvmosaic.engines.vllm.telemetry.cost import LinearCost
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.series import Stage
@@ -21,12 +22,12 @@ class Running:
 
 
 class StageTimer:
-    """Records durations of stages in statistics: by the clock on a CPU, by events on a GPU, which are read once they
-    have passed."""
+    """Records durations of stages in statistics: by the clock on a CPU, by events on an accelerator, which are read
+    once they have passed."""
 
     def __init__(self, stats: ChunkStats, device: torch.device) -> None:
         self._stats = stats
-        self._on_gpu = device.type == "cuda"
+        self._accelerator = accelerator_of(device)
         self._pending: list[tuple[Stage, int, torch.cuda.Event, torch.cuda.Event]] = []
         self.costs: dict[Stage, LinearCost] = {}
         """Costs of the stages that were given a number of tokens."""
@@ -36,12 +37,12 @@ class StageTimer:
     def stage(self, name: Stage, tokens: int = 0) -> Iterator[Running]:
         """Time the code inside, which processes ``tokens`` tokens."""
         running = Running()
-        if not self._on_gpu:
+        if self._accelerator is None:
             begin = time.perf_counter()
             yield running
             self._observe(name, 0 if running.has_failed else tokens, time.perf_counter() - begin)
             return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (self._accelerator.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield running
         end.record()

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from kvmosaic.core.accelerator import free_unused_memory
 from kvmosaic.core.entry import PackedKV
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import ChunkCache
@@ -192,7 +192,7 @@ class ChunkLoader:
         whole, so nothing is left of the first attempt. A second failure is raised, like a failure of vLLM's own
         forward."""
         self._stats.failed("compute")
-        torch.cuda.empty_cache()
+        free_unused_memory()
 
         def compute() -> bool:
             for each in due:

@@ -5,8 +5,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import torch
-
+from kvmosaic.core.accelerator import free_unused_memory
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.engines.chunk_cache import ChunkCache
@@ -99,7 +98,7 @@ class PrefixLoader:
             if self._ranks.together(lambda: self._paged.compute([run], []), "computing a prefix") is not None:
                 break
             self._stats.failed("compute")
-            torch.cuda.empty_cache()
+            free_unused_memory()
         else:
             raise RuntimeError("a prefix could not be computed, twice in a row; the log has the reasons")
         self._stats.count_alike("tokens", "fresh", len(load.tokens) - load.start)

@@ -13,9 +13,10 @@ from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.identity import config_identity, model_name
 from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.compat.weights import loaded_model
+from kvmosaic.engines.vllm.forward.ascend_metadata import AscendMetadataBuilder
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
-from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
+from kvmosaic.engines.vllm.forward.metadata import VllmMetadataBuilder
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.rotary import measure_rotary
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
@@ -24,7 +25,7 @@ from kvmosaic.engines.vllm.messages import RankReport, StepReport, StepWork
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.paged.by_backend import BackendBlocks
 from kvmosaic.engines.vllm.paged.by_kernel import KernelBlocks, readable_caches
-from kvmosaic.engines.vllm.paged.layout_probe import BlockReader
+from kvmosaic.engines.vllm.paged.pair_reader import block_reader
 from kvmosaic.engines.vllm.setup import EngineSetup
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
@@ -66,7 +67,8 @@ class WorkerSide:
         self.stats = ChunkStats(rank=self.ranks.rank)
         self.timer = StageTimer(self.stats, kv.device)
         # If our kernels can read the cache, entries are copied beside the engine's stream, and tiles can be used.
-        caches, metadata = readable_caches(kv), MetadataBuilder(vllm_config, kv_cache_config, kv.device)
+        builder = VllmMetadataBuilder if kv.pairs is None else AscendMetadataBuilder
+        caches, metadata = readable_caches(kv), builder(vllm_config, kv_cache_config, runner)
         tiles = None
         self._arrivals: LayerArrivals | None = None
         if caches is not None:
@@ -87,7 +89,7 @@ class WorkerSide:
             self.forward,
             self.rotary,
             kv_format,
-            BlockReader.measure(kv, kv_format.dtype) if setup.config.prefix_blocks else None,
+            block_reader(kv, kv_format.dtype) if setup.config.prefix_blocks else None,
         )
         self.weights = EngineWeights(vllm_config, loaded_model(runner), self.ranks)
         # Tokens that attended to rounded K and V have other KV. Names of earlier releases say nothing of rounding.
