@@ -26,6 +26,6 @@ class PairReader:
 
 
 def block_reader(kv: KVLayers, dtype: torch.dtype) -> BlockReader | PairReader | None:
-    """A reader of these caches; ``None`` if they cannot be read. ``dtype`` is that of K and V. To be called before any
-    block is in use."""
+    """A reader of these caches; ``None`` if they cannot be read. ``dtype`` is that of K and V. To be called before
+    any block is in use."""
     return BlockReader.measure(kv, dtype) if kv.pairs is None else PairReader(kv.pairs)
