@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -21,6 +21,15 @@ class Adapter(NamedTuple):
 def adapter_id(adapter: Adapter | None) -> int:
     """vLLM's number of an adapter, 0 for none."""
     return 0 if adapter is None else adapter.id
+
+
+class Images(NamedTuple):
+    """Consecutive tokens with images among them."""
+
+    token_ids: tuple[int, ...]
+    """Token ids, with the placeholders of images."""
+    features: tuple[Any, ...]
+    """vLLM's ``MultiModalFeatureSpec`` of each image, ascending. Its position is relative to the first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,9 @@ class ChunkLoad:
     """Whether the scheduler wants to know which tokens are recomputed."""
     adapter: Adapter | None = None
     """The request's adapter, which is active in this step."""
+    images: Images | None = None
+    """The whole prompt with its images before the question, if it has any. Their tokens in ``prompt`` are
+    stand-ins."""
 
     @property
     def writes_shared(self) -> bool:
@@ -92,6 +104,8 @@ class ChunkFill:
     """Blocks for the context and all chunks, per KV cache group, for this step only."""
     adapter: Adapter | None = None
     """The adapter that they are computed with, which is active in this step."""
+    images: tuple[Images | None, ...] = ()
+    """Each chunk with its images, if it has any; empty if none has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +125,8 @@ class FillSlice:
     is_last: bool
     adapter: Adapter | None = None
     """The adapter that the chunk is computed with, which is active in this step."""
+    images: Images | None = None
+    """The whole chunk with its images, if it has any."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.window import reachable_tail
 from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, sliding_window
-from kvmosaic.engines.vllm.support import looks_inside
+from kvmosaic.engines.vllm.support import images_problem, looks_inside
 
 SEGMENT_TOKENS = 256
 """Approximate number of exact-prefix tokens per entry: large enough for efficient transfers, small enough that little
@@ -42,6 +42,8 @@ class EngineShape:
     """Number of pipeline stages. As many steps are computed at a time."""
     places_sink: bool = False
     """Whether chunks are filled after a learned sink, which is placed and not computed."""
+    reads_images: bool = False
+    """Whether workers can read images themselves, and not only vLLM."""
 
     @classmethod
     def of(
@@ -69,6 +71,7 @@ class EngineShape:
             window_tail=reach if cuts else None,
             stages=parallel.pipeline_parallel_size,
             places_sink=places_sink,
+            reads_images=vllm_config.model_config.is_multimodal_model and images_problem(vllm_config) is None,
         )
 
     def blocks_for(self, tokens: int) -> int:
