@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from kvmosaic.core.prompt import Span
-from kvmosaic.engines.vllm import shape
 from kvmosaic.engines.vllm.forward.runs import Run
+from kvmosaic.engines.vllm.messages import Images
 from tests.engines.vllm import tiny_vision
 from tests.engines.vllm.helpers import (
     as_before,
@@ -22,6 +20,8 @@ from tests.engines.vllm.helpers import (
     note_placed,
     report,
     same,
+    scheduler_side,
+    set_miss_policy,
     start,
     statuses,
     waiting_fills,
@@ -34,6 +34,7 @@ FAMILIES = ["llava", "paddle", "qwen"]
 WIDTH, HEIGHT = 140, 112
 """Pixels of an image: 5 × 4 tokens, or 16 in a model that resizes all images."""
 TOKENS = {"llava": 16, "paddle": 20, "qwen": 20}
+LIMIT = {"image": 4, "video": 0}
 Part = list[int] | Image.Image
 
 
@@ -52,7 +53,9 @@ def folder(family, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    return start(folder, miss_policy="fill-first", chunk_sources="images", limit_mm_per_prompt={"image": 4, "video": 0})
+    return start(
+        folder, miss_policy="fill-first", chunk_sources="images", limit_mm_per_prompt={"image": 4, "video": 0}
+    )
 
 
 @pytest.fixture
@@ -211,10 +214,8 @@ def test_moved_keys_are_those_computed_at_the_new_place(llm, family, monkeypatch
 
 def _images_of(llm, family, parts):
     """What a message to the workers says of a text with images."""
-    from kvmosaic.engines.vllm.messages import Images
-
     features: list[Any] = []
-    side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    side = scheduler_side(llm)
     add = side._add
 
     def noting(request):
@@ -230,8 +231,6 @@ def _images_of(llm, family, parts):
 
 
 def test_images_are_filled_in_the_background(llm, family, monkeypatch):
-    from tests.engines.vllm.helpers import set_miss_policy
-
     set_miss_policy(monkeypatch, llm, "background")
     image, tokens = picture(), TOKENS[family]
     first = ask(llm, family, draw(40), image, draw(30))
@@ -257,14 +256,10 @@ def test_policies_look_at_prompts_with_images(llm, family, policy):
     """Also with images in the question, which are left to vLLM. A repetition has the same numbers."""
     image, document = picture(), draw(60)
     parts = [draw(20), image, document, draw(30), picture(), draw(10)]
-    options = {"chunks": (2,), "policy": _affordable(policy), "recompute_ratio": 0.5}
+    options = {"chunks": (2,), "policy": policy, "recompute_ratio": 0.5}
     first = ask(llm, family, *parts, **options)
     forget(llm)
     as_before(ask(llm, family, *parts, **options), first)
-
-
-def _affordable(policy: str) -> str:
-    return policy if policy == "sink-link" else policy
 
 
 def test_a_name_chosen_by_a_client_is_no_content(llm, family):
@@ -278,12 +273,11 @@ def test_a_name_chosen_by_a_client_is_no_content(llm, family):
     assert exact(output) == expected
 
 
-def test_with_a_model_that_was_never_tried_only_text_before_images_is_reused(folder, family, monkeypatch, caplog):
+def test_with_a_model_that_was_never_tried_only_text_before_images_is_reused(folder, family, monkeypatch):
     if family != "llava":
         pytest.skip("one model is enough")
     monkeypatch.setattr("kvmosaic.engines.vllm.support.READS_IMAGES", ())
-    llm = start(folder, miss_policy="fill-first", limit_mm_per_prompt={"image": 4, "video": 0})
-    assert not shape.EngineShape.__dataclass_fields__["reads_images"].default
+    llm = start(folder, miss_policy="fill-first", limit_mm_per_prompt=LIMIT)
     measure_nothing(monkeypatch)
     image, document = picture(), draw(40)
     for parts, chunks, expected in (
@@ -296,7 +290,6 @@ def test_with_a_model_that_was_never_tried_only_text_before_images_is_reused(fol
         same(ours, theirs)
         assert report(ours)["mode"] == expected
     assert report(ours)["fallback_reason"] == "multimodal"
-    assert Span(0, 1)
 
 
 def test_noise_is_seen(llm, family):
@@ -304,4 +297,3 @@ def test_noise_is_seen(llm, family):
     parts = [draw(40), draw(30)]
     answers = [exact(ask(llm, family, parts[0], picture(), parts[1], chunk_cache=False)) for _ in range(2)]
     assert answers[0] != answers[1]
-    assert torch.is_tensor(worker_side().paged.format and torch.zeros(1))

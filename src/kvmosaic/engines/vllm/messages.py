@@ -1,12 +1,14 @@
 """Messages between the scheduler's process and the workers' processes, sent once per step."""
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.vllm.compat.images import moved, place_of
 
 
 class Adapter(NamedTuple):
@@ -29,7 +31,22 @@ class Images(NamedTuple):
     token_ids: tuple[int, ...]
     """Token ids, with the placeholders of images."""
     features: tuple[Any, ...]
-    """vLLM's ``MultiModalFeatureSpec`` of each image, ascending. Its position is relative to the first token."""
+    """vLLM's ``MultiModalFeatureSpec`` of each image, ascending and not overlapping. Positions are relative to the
+    first token."""
+
+    def between(self, start: int, end: int) -> range:
+        """Indices of the images that have tokens among ``start .. end-1``."""
+        first = bisect_right(self.features, start, key=lambda feature: place_of(feature)[1])
+        last = bisect_left(self.features, end, key=lambda feature: place_of(feature)[0])
+        return range(first, last)
+
+    def inside(self, span: Span) -> "Images | None":
+        """The tokens of ``span``, which cuts no image; ``None`` if there is no image among them."""
+        inner = [self.features[index] for index in self.between(span.start, span.end)]
+        if not inner:
+            return None
+        own = (moved(feature, place_of(feature)[0] - span.start) for feature in inner)
+        return Images(self.token_ids[span.start : span.end], tuple(own))
 
 
 @dataclass(frozen=True, kw_only=True)

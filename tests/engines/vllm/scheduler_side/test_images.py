@@ -1,4 +1,4 @@
-"""Requests with images: images are told apart by their content, and text beside them is reused where that is right."""
+"""Requests with images: these are told apart by their content, and text beside them is reused where that is right."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def pixels(seed, dtype=torch.float32):
     return torch.rand(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def image(start, seed=0, *, name=None, length=len(PICTURE), modality="image", is_embed=None, data=...):
+def image(start, seed=0, *, name=None, length=20, modality="image", is_embed=None, data=...):
     """An image as vLLM describes it; by default its name says what it contains."""
     if data is ...:
         elements = {"pixel_values": MultiModalFieldElem(data=pixels(seed), field=MultiModalBatchedField())}
@@ -151,6 +151,15 @@ def test_text_before_what_cannot_be_read_is_reused(changes, settings):
     assert before.prompt.chunks == (Span(20, 60),)
     assert before.images.before(before.prompt.question.start) is None
     assert plan(SYSTEM, PICTURE, FIRST, QUESTION, at=20) is Fallback.MULTIMODAL
+
+
+def test_inputs_that_overlap_are_left_to_vllm():
+    images = [image(60, 1), image(70, 2, length=4)]
+    tokens = [*SYSTEM, *FIRST, *PICTURE, *SECOND, *QUESTION]
+    for chunk, is_reused in (((20, 60), True), ((62, 68), False), ((80, 120), False)):
+        boundaries = [(0, chunk[0]), chunk, (chunk[1], len(tokens))]
+        ours = planned(request_of(tokens, images=images, boundaries=boundaries), chunk_sources="images")
+        assert isinstance(ours, ChunkRequest) if is_reused else ours is Fallback.MULTIMODAL
 
 
 def test_a_prompt_whose_only_chunks_would_be_images_is_plain_where_these_cannot_be_read():

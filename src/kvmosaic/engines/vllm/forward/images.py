@@ -31,10 +31,9 @@ class SequenceImages:
     def rows(self, start: int, end: int) -> list[torch.Tensor]:
         """Embeddings of the image tokens among ``start .. end-1``, in order, each ``[tokens, hidden]``."""
         found = []
-        for number, feature in enumerate(self._images.features):
+        for number in self._images.between(start - self._behind, end - self._behind):
+            feature = self._images.features[number]
             first, last = (place + self._behind for place in place_of(feature))
-            if first >= end or last <= start:
-                continue
             low, high = max(start, first) - first, min(end, last) - first
             begin, stop = feature.mm_position.get_embeds_indices_in_range(low, high)
             if begin == stop:

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,6 @@ from kvmosaic.engines.vllm.compat.images import (
     content_hash,
     embedded_tokens,
     is_image,
-    moved,
     place_of,
 )
 from kvmosaic.engines.vllm.messages import Images
@@ -40,10 +39,11 @@ class PromptImages:
             return None
         features = sorted(request.mm_features, key=lambda feature: place_of(feature)[0])
         tokens = list(request.prompt_token_ids)
-        limit, end = len(tokens), 0
+        limit, first, end = len(tokens), 0, 0
         for feature in features:
             start, stop = place_of(feature)
-            content, embedded = content_hash(feature), embedded_tokens(feature)
+            first = first if start < end else start  # of inputs that overlap
+            content, embedded = content_hash(feature) if can_read else None, embedded_tokens(feature)
             # A client may choose the name, so it is not enough.
             name = hashlib.sha256(claimed_name(feature) + b"\0" + (content or b"")).digest()
             numbers = iter(stand_ins(name, int(embedded.sum())))
@@ -52,19 +52,15 @@ class PromptImages:
                 for token, is_embedded in zip(tokens[start:stop], embedded.tolist(), strict=True)
             ]
             is_known = content is not None and is_image(feature) and embedded.sum() >= MIN_TOKENS
-            if not (can_read and is_known) or start < end:
-                limit = min(limit, start)
+            if not is_known or start < end:
+                limit = min(limit, first)
             end = max(end, stop)
         return cls(tuple(request.prompt_token_ids), tuple(features), tuple(tokens), limit)
 
     @cached_property
     def spans(self) -> list[Span]:
-        """The images that workers can read."""
+        """The images that workers can read: those before :attr:`limit`, ascending and not overlapping."""
         return [Span(*place_of(feature)) for feature in self.features if place_of(feature)[1] <= self.limit]
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [place_of(feature)[0] for feature in self.features]
 
     def reusable(self, chunks: Iterable[Span]) -> list[Span]:
         """The chunks before :attr:`limit` that cut no image."""
@@ -89,24 +85,22 @@ class PromptImages:
 
     def inside(self, span: Span) -> Images | None:
         """A chunk with its images; ``None`` if it has none."""
-        inner = self._between(span)
-        if not inner:
-            return None
-        own = (moved(feature, place_of(feature)[0] - span.start) for feature in inner)
-        return Images(self.token_ids[span.start : span.end], tuple(own))
+        return self._readable.inside(span)
 
     def before(self, end: int) -> Images | None:
-        """The whole prompt with its images before ``end``; ``None`` if there are none."""
-        inner = self._between(Span(0, end))
-        return Images(self.token_ids, tuple(inner)) if inner else None
+        """The whole prompt with its images before ``end``, none of which ``end`` cuts; ``None`` if there are none."""
+        inner = self._readable.between(0, end)
+        return Images(self.token_ids, self.features[: inner.stop]) if inner else None
 
-    def _between(self, span: Span) -> Sequence[Any]:
-        return self.features[bisect_left(self._starts, span.start) : bisect_left(self._starts, span.end)]
+    @cached_property
+    def _readable(self) -> Images:
+        """The inputs before :attr:`limit`: only these are certain not to overlap."""
+        return Images(self.token_ids, self.features[: len(self.spans)])
 
     def _is_cut(self, span: Span) -> bool:
-        """Whether a chunk begins or ends inside an image. No two inputs before :attr:`limit` overlap."""
+        """Whether a chunk before :attr:`limit` begins or ends inside an image."""
         for edge in (span.start, span.end):
-            index = bisect_left(self._starts, edge) - 1
-            if index >= 0 and place_of(self.features[index])[1] > edge:
+            index = bisect_left(self.spans, edge, key=lambda image: image.start) - 1
+            if index >= 0 and self.spans[index].end > edge:
                 return True
         return False

@@ -91,13 +91,15 @@ class Planner:
         policy = self._config.policy if params.policy is None else params.policy
         policy_served(policy, self._shape.num_layers)
         reason, salt = _cannot_be_reused(request, adapter), salt_of(request.cache_salt, adapter)
-        images = None if reason is not None else self._images(request)
-        had_chunks = bool(prompt.chunks)
+        had_chunks, sources = bool(prompt.chunks), self._config.sources
+        images = None
+        if reason is None and (had_chunks or sources & {"images", "auto"}):
+            images = self._images(request)
         prompt = prompt if images is None else images.mark(prompt)
         longer: tuple[Span, ...] = ()
         if self._discovery is not None and reason is None and params.boundaries is None:
             prompt, longer = self._with_runs(prompt, self._discovery, salt, images)
-        if images is not None and "images" in self._config.sources:
+        if images is not None and "images" in sources:
             prompt = images.add_to(prompt, self._config.min_chunk_tokens, MAX_CHUNKS)
         if not prompt.chunks:
             return Plan(Fallback.MULTIMODAL if had_chunks else None, absent)

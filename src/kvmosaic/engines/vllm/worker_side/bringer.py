@@ -184,8 +184,11 @@ class Bringer:
                 logger.warning("a chunk of %d tokens is computed as ordinary text: no room to fill it", len(tokens))
         if not fitting:
             return {}
-        inside = {segment.key: self._images.inside(load, segment.span) for segment in missing}
-        images = {key: own for key, own in inside.items() if own is not None}
+        images = {}
+        for segment in missing:
+            inside = None if load.images is None else load.images.inside(segment.span)
+            if inside is not None:
+                images[segment.key] = inside
         return self._filler.fill(fitting, missing[0].context, blocks, load.adapter, images)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvmosaic.core.prompt import Span
-from kvmosaic.engines.vllm.compat.images import ImageModel, moved, place_of
+from kvmosaic.engines.vllm.compat.images import ImageModel
 from kvmosaic.engines.vllm.forward.images import SequenceImages
 from kvmosaic.engines.vllm.messages import ChunkLoad, Images
 
@@ -38,25 +38,14 @@ class LoadImages:
         assert self._model is not None, "the scheduler knows whether images can be read"
         return SequenceImages(self._model, images, behind)
 
-    def inside(self, load: ChunkLoad, span: Span) -> Images | None:
-        """A chunk of a load with its images; ``None`` if it has none."""
-        if load.images is None:
-            return None
-        token_ids, features = load.images
-        inner = [each for each in features if span.start <= place_of(each)[0] < span.end]
-        if not inner:
-            return None
-        own = (moved(each, place_of(each)[0] - span.start) for each in inner)
-        return Images(token_ids[span.start : span.end], tuple(own))
-
     def lag(self, load: ChunkLoad, span: Span) -> int | None:
         """Number by which the rotary positions of a chunk are lower than its indices; ``None`` if its tokens are not
         as far apart as in a chunk that is computed alone."""
         images = self.of(load)
-        if images is None or images.positions is None:
+        if load.images is None or images is None or images.positions is None:
             return 0
         placed = images.positions[:, span.start : span.end]
-        alone = self.sequence(self.inside(load, span))
+        alone = self.sequence(load.images.inside(span))
         own = np.arange(len(span)) if alone is None or alone.positions is None else alone.positions
         base = images.position(span.start)
         return span.start - base if (placed - base == own).all() else None
