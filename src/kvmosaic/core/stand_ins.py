@@ -27,3 +27,8 @@ def are_stand_ins(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
 def first_stand_in(tokens: Sequence[int]) -> int:
     """Index of the first stand-in among ``tokens``; their number if there is none."""
     return next((index for index, token in enumerate(tokens) if token >= FIRST), len(tokens))
+
+
+def without_stand_ins(tokens: Sequence[int]) -> list[int]:
+    """The tokens that a tokenizer can read."""
+    return [token for token in tokens if token < FIRST]

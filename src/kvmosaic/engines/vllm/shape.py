@@ -6,7 +6,7 @@ from typing import Any
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.window import reachable_tail
 from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, sliding_window
-from kvmosaic.engines.vllm.support import images_problem, looks_inside
+from kvmosaic.engines.vllm.support import looks_inside
 
 SEGMENT_TOKENS = 256
 """Approximate number of exact-prefix tokens per entry: large enough for efficient transfers, small enough that little
@@ -47,7 +47,13 @@ class EngineShape:
 
     @classmethod
     def of(
-        cls, vllm_config: Any, kv_cache_config: Any, config: ChunkCacheConfig, *, places_sink: bool = False
+        cls,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: ChunkCacheConfig,
+        *,
+        places_sink: bool = False,
+        reads_images: bool = False,
     ) -> "EngineShape":
         size, window = block_size(kv_cache_config), sliding_window(kv_cache_config)
         has_drafts = vllm_config.speculative_config is not None
@@ -71,7 +77,7 @@ class EngineShape:
             window_tail=reach if cuts else None,
             stages=parallel.pipeline_parallel_size,
             places_sink=places_sink,
-            reads_images=vllm_config.model_config.is_multimodal_model and images_problem(vllm_config) is None,
+            reads_images=reads_images,
         )
 
     def blocks_for(self, tokens: int) -> int:
