@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -108,8 +109,13 @@ class ChunkFiller:
                 self._stats.failed("fill")
 
     def _fill_one(self, fill: ChunkFill) -> dict[ChunkKey, ChunkKV]:
-        chunks = {self._cache.key_of_hash(digest, len(tokens)): tokens for digest, tokens in fill.chunks}
-        images = {key: own for key, own in zip(chunks, fill.images, strict=False) if own is not None}
+        chunks: dict[ChunkKey, Sequence[int]] = {}
+        images: dict[ChunkKey, Images] = {}
+        for (digest, tokens), inside in zip(fill.chunks, fill.images or repeat(None), strict=False):
+            key = self._cache.key_of_hash(digest, len(tokens))
+            chunks[key] = tokens
+            if inside is not None:
+                images[key] = inside
         return self.fill(chunks, fill.context, fill.blocks, fill.adapter, images)
 
     def _fill_slice(self, part: FillSlice) -> bool:
