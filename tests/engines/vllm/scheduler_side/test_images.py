@@ -106,8 +106,11 @@ def test_images_are_chunks_of_their_own():
 
 def test_short_images_are_ordinary_text_of_their_prompts():
     settings = {"chunk_sources": "images", "min_chunk_tokens": 21}
-    ours = planned(request_of(SYSTEM, PICTURE, FIRST, QUESTION, images=[image(20)]), **settings)
+    tokens = [*SYSTEM, *PICTURE, *FIRST, *QUESTION]
+    boundaries = [(0, 40), (40, 80), (80, 90)]
+    ours = planned(request_of(tokens, images=[image(20)], boundaries=boundaries), **settings)
     assert ours.prompt.chunks == (Span(40, 80),)
+    assert len(ours.images.before(80).features) == 1
 
 
 def test_text_of_images_stays_text():
