@@ -136,4 +136,5 @@ class WaitingRoom:
         for span, digest in request.chunks_from(local):
             if len(span) <= longest and not self._mirror.has(digest):
                 tokens = request.prompt.tokens_of(span)
-                yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter)
+                images = request.images_in(span)
+                yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter, images)
