@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 elif current_platform.device_type == "npu":
-    from vllm_ascend.worker.worker import NPUWorker as PlatformWorker  # type: ignore[assignment]
+    from vllm_ascend.worker.worker import NPUWorker as PlatformWorker  # type: ignore[no-redef]
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
 

@@ -75,6 +75,8 @@ class ImageModel:
         """Embeddings of an image, ``[embedded tokens, hidden]``."""
         from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
+        if feature.data is None:
+            raise ValueError("vLLM sent no pixels of an image")
         [(_, _, arguments)] = group_and_batch_mm_kwargs([(feature.modality, feature.data)], device=self._device)
         [output] = self._model.embed_multimodal(**arguments)
         wanted = feature.mm_position.get_num_embeds()

@@ -1,10 +1,15 @@
 """The part of entries' names that does not depend on their content, and the tiers in which these names are valid."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.key import format_fingerprint
+from kvmosaic.engines.identity import config_identity
+from kvmosaic.engines.rotary import LayerRotary
+from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
+from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.messages import TiersInUse
 from kvmosaic.engines.vllm.worker_side.weights import EngineWeights
 
@@ -12,6 +17,21 @@ logger = logging.getLogger(f"vllm.{__name__}")
 """A child of vLLM's logger, so that it inherits prefix, level and handlers."""
 
 UNKNOWN = "the weights of this model cannot be identified (%s): %s"
+
+
+def identity(model: Any, ranks: Ranks, rotary: Sequence[LayerRotary | None], kv: KVLayers) -> dict[str, object]:
+    """Everything but weights and settings that entries depend on. ``model`` is vLLM's ``ModelConfig``."""
+    found: dict[str, object] = {
+        "columns": ranks.of_all_layers([layer.columns if layer else None for layer in rotary]),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "revision": model.revision,
+        "config": config_identity(model.hf_text_config.to_dict()),
+    }
+    if kv.is_quantised:
+        # Tokens that attended to rounded K and V have other KV. Names of earlier releases say nothing of rounding.
+        found["kv_cache"] = ranks.of_all_layers([layer.quantised for layer in kv.layers])
+    return found
 
 
 class EntryNames:

@@ -10,7 +10,7 @@ import torch
 from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.engines.chunk_cache import ChunkCache
-from kvmosaic.engines.identity import config_identity, model_name
+from kvmosaic.engines.identity import model_name
 from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.compat.images import ImageModel
 from kvmosaic.engines.vllm.compat.weights import loaded_model
@@ -38,7 +38,7 @@ from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
 from kvmosaic.engines.vllm.worker_side.images import LoadImages
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
-from kvmosaic.engines.vllm.worker_side.names import EntryNames
+from kvmosaic.engines.vllm.worker_side.names import EntryNames, identity
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from kvmosaic.engines.vllm.worker_side.sink import sink_entry
@@ -96,21 +96,8 @@ class WorkerSide:
             block_reader(kv, kv_format.dtype) if setup.config.prefix_blocks else None,
         )
         self.weights = EngineWeights(vllm_config, loaded_model(runner), self.ranks)
-        # Tokens that attended to rounded K and V have other KV. Names of earlier releases say nothing of rounding.
-        rounding = {"kv_cache": self.ranks.of_all_layers([layer.quantised for layer in kv.layers])}
-        self.names = EntryNames(
-            setup.config,
-            self.weights,
-            {
-                "columns": self.ranks.of_all_layers([layer.columns if layer else None for layer in self.rotary]),
-                "dtype": str(self._model.dtype),
-                "quantization": self._model.quantization,
-                "revision": self._model.revision,
-                "config": config_identity(self._model.hf_text_config.to_dict()),
-                **(rounding if kv.is_quantised else {}),
-            },
-            is_first=self.ranks.rank == 0,
-        )
+        made_by = identity(self._model, self.ranks, self.rotary, kv)
+        self.names = EntryNames(setup.config, self.weights, made_by, is_first=self.ranks.rank == 0)
         sink = None
         if setup.learned is not None:  # before the store is opened: the sink may be another model's
             sink = sink_entry(setup.learned, self._model, self.forward, self.ranks, kv_format)
