@@ -401,6 +401,8 @@ class Simulation:
         self.reports: dict[str, dict[str, Any]] = {}
         """What finished requests were told."""
         self.requests: dict[str, Request] = {}
+        self.history: deque[str] = deque(maxlen=40)
+        """What the latest steps did, for whoever looks for the cause of a failure."""
 
     def add(self, request: Request) -> Request:
         self.requests[request.request_id] = request
@@ -415,6 +417,9 @@ class Simulation:
         output = self.vllm.schedule()
         manager = self.vllm.kv_cache_manager
         tables = {name: manager.get_block_ids(name)[0] for name in self.vllm.requests}
+        work = output.kv_connector_metadata
+        loads = [(each.request_id, each.start, each.blocks) for each in (*work.prefix_loads, *work.loads)]
+        self.history.append(f"{output.num_scheduled_tokens} loads {loads} tables {tables}")
         self._pending.append((output, self.workers.execute(output, {n: t for n, t in tables.items() if t})))
         while len(self._pending) > (self._ahead if output.num_scheduled_tokens else 0):
             for outputs in self.vllm.update_from_output(*self._pending.popleft()).values():

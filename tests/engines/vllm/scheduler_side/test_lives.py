@@ -311,8 +311,12 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "engine"):
-            self.engine.finish()
-            self.engine.check_that_nothing_is_left()
+            try:
+                self.engine.finish()
+                self.engine.check_that_nothing_is_left()
+            except AssertionError:
+                print(*self.engine.history, sep="\n")
+                raise
 
 
 TestLives = Lives.TestCase
