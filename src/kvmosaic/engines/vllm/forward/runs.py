@@ -76,7 +76,9 @@ class Pass:
     def token_ids(self) -> torch.Tensor:
         """``[tokens]`` int32; 0 for tokens of images."""
         ids = self._tokens
-        return torch.from_numpy(np.where(are_stand_ins(ids), 0, ids) if self.has_images else ids).to(self.device)
+        return torch.from_numpy(np.where(are_stand_ins(ids), np.int32(0), ids) if self.has_images else ids).to(
+            self.device
+        )
 
     @cached_property
     def has_images(self) -> bool:
