@@ -167,7 +167,7 @@ class PackedKV(NamedTuple):
         groups = own.groups
         places = scale_places(kept, sum(groups))
         in_groups = scales.view(SCALE).view(own.heads, sum(groups), places)[..., :kept]
-        return LayerParts(*rows, *in_groups.split(groups, dim=1))
+        return LayerParts(*rows, *torch.split(in_groups, list(groups), dim=1))
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K ``[heads, kept, k_dim]`` and V ``[heads, kept, v_dim]`` of a layer's last ``kept`` tokens, in the model's

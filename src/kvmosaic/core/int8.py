@@ -24,7 +24,7 @@ def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``rows`` ``[..., tokens, dim]`` as int8 numbers of that shape and scales ``[..., groups, tokens]``. Each number
     times its scale is at most half a scale off, which is 1/253 of the group's largest number (1/127 where half
     precision ends). A group with a number that is not finite has a scale that is not finite, and reads as NaN."""
-    numbers, scales = zip(*map(_quantised_group, rows.split(GROUP, dim=-1)), strict=True)
+    numbers, scales = zip(*map(_quantised_group, torch.split(rows, GROUP, dim=-1)), strict=True)
     return torch.cat(numbers, dim=-1), torch.stack(scales, dim=-2)
 
 
@@ -46,7 +46,7 @@ def _quantised_group(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Rows ``[..., tokens, dim]`` in single precision, from what :func:`quantised` returns."""
     rows = numbers.float()
-    for part, scale in zip(rows.split(GROUP, dim=-1), scales.float().unbind(-2), strict=True):
+    for part, scale in zip(torch.split(rows, GROUP, dim=-1), scales.float().unbind(-2), strict=True):
         part *= scale[..., None]
     return rows
 

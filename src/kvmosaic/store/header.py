@@ -133,7 +133,7 @@ def _format(
     layers: str, heads: str, k_dim: str, v_dim: str, dtype: str, windowed: str, tail: str, numbers: str | None
 ) -> KVFormat:
     tails = WindowTails(tuple(map(_count, windowed.split())), _count(tail))
-    sizes = (_count(text) for text in (layers, heads, k_dim, v_dim))
+    sizes = _count(layers), _count(heads), _count(k_dim), _count(v_dim)
     kv_format = KVFormat(*sizes, _DTYPES[dtype], tails, is_int8=numbers is not None)
     if kv_format.numbers != (numbers or ""):
         raise ValueError(f"unknown numbers: {shown(numbers)}")
