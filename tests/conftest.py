@@ -29,7 +29,7 @@ settings.load_profile("kvmosaic")
 @pytest.fixture
 def default_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings as users have them who set nothing."""
-    monkeypatch.delenv("KVMOSAIC_RECOMPUTE_RATIO")
+    monkeypatch.delenv("KVMOSAIC_RECOMPUTE_RATIO", raising=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
