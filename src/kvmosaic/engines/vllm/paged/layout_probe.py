@@ -16,7 +16,7 @@ writer would store a smaller number than was read. It is too small for a larger 
 
 class BlockReader:
     """Reads K and V back from the blocks of a cache that the backend packed in an order of its own. K and V from a
-    quantised cache are rounded. Written again at the same positions, they give the same bytes."""
+    quantised cache are rounded. Written again at the same positions, they give the same numbers."""
 
     def __init__(self, kv: KVLayers, dtype: torch.dtype, axis: int, order: torch.Tensor) -> None:
         """``dtype`` is that of K and V; ``order`` the place of each number in a block. The numbers of K ``[heads,
