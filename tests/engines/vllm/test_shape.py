@@ -10,10 +10,8 @@ from kvmosaic.core.config import load_config
 from kvmosaic.engines.vllm.shape import MAX_SEGMENT_TOKENS, SEGMENT_TOKENS, EngineShape, segment_tokens
 
 
-def shape(window=None, block_size=16, drafts=None, prefix_caching=True, stages=1, **settings):
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=window
-    )
+def shape(window=None, block_size=16, drafts=None, prefix_caching=True, stages=1, dtype=torch.float32, **settings):
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=16, dtype=dtype, sliding_window=window)
     caches = KVCacheConfig(10, [], [KVCacheGroupSpec(["layer"], spec)])
     config = SimpleNamespace(
         speculative_config=drafts,
@@ -37,6 +35,10 @@ def test_what_vllm_says():
     assert (it.block_size, it.hash_block_size, it.ranks, it.step_tokens) == (16, 16, 2, 512)
     assert (it.max_positions, it.num_layers, it.has_drafts) == (4096, 30, False)
     assert (it.segment_tokens, it.window_tail) == (SEGMENT_TOKENS, None)
+
+
+def test_blocks_of_bytes_hold_rounded_kv():
+    assert [shape(dtype=dtype).is_quantised for dtype in (torch.float32, torch.uint8)] == [False, True]
 
 
 def test_ranks_of_all_pipeline_stages():

@@ -151,6 +151,7 @@ def test_other_models_that_are_supported(build, model):
         (LLAMA, {"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype=fp8_per_token_head"),
         (LLAMA, {"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype=fp8_ds_mla"),
         (LLAMA, {"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype=nvfp4"),
+        ({**LATENT, "quantization_config": FP8_CACHE}, {}, "kv_cache_dtype=fp8 was never tried with multi-head"),
         (LATENT, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 was never tried with multi-head latent"),
         (LLAMA, {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
         (
@@ -177,6 +178,7 @@ def test_other_models_that_are_supported(build, model):
         "per-token-head",
         "ds-mla",
         "nvfp4",
+        "checkpoint-fp8-mla",
         "fp8-mla",
         "fp8-skip",
         "fp8-pipeline",

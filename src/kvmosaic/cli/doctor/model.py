@@ -11,7 +11,7 @@ from kvmosaic.cli.doctor.machine import device_pool
 from kvmosaic.cli.doctor.row import Row, guard, reason
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16, needs_float32
-from kvmosaic.engines.vllm.support import QUANTISED, images_problem, unsupported
+from kvmosaic.engines.vllm.support import QUANTISED, cache_dtype, images_problem, unsupported
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
     import torch
@@ -80,7 +80,7 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, ranks: int, stages: int) -
     problems = [Row("model in vLLM", "fail", "not supported", problem) for problem in unsupported(config)]
     why = "" if chosen == "auto" else f": {WHY_FLOAT32}"
     adapters = "not with LoRA adapters" if config.model_config.use_mla else "also with LoRA adapters"
-    dtype, cached = _name(config.model_config.dtype), config.cache_config.cache_dtype
+    dtype, cached = _name(config.model_config.dtype), cache_dtype(config)
     rounded = f"; KV cache in {cached}, documents in {dtype}" if cached in QUANTISED else ""
     runs = f"runs in {dtype}{why}; {adapters}{rounded}"
     return config, problems or [Row("model in vLLM", "ok", runs), *_images(config)]

@@ -5,8 +5,8 @@ from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.window import reachable_tail
-from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, sliding_window
-from kvmosaic.engines.vllm.support import QUANTISED, looks_inside
+from kvmosaic.engines.vllm.compat.cache import block_size, hash_block_size, holds_bytes, sliding_window
+from kvmosaic.engines.vllm.support import looks_inside
 
 SEGMENT_TOKENS = 256
 """Approximate number of exact-prefix tokens per entry: large enough for efficient transfers, small enough that little
@@ -78,7 +78,7 @@ class EngineShape:
             segment_tokens=-(-segment_tokens(reach) // size) * size,
             window_tail=reach if cuts else None,
             stages=parallel.pipeline_parallel_size,
-            is_quantised=vllm_config.cache_config.cache_dtype in QUANTISED,
+            is_quantised=holds_bytes(kv_cache_config),
             places_sink=places_sink,
             reads_images=reads_images,
         )

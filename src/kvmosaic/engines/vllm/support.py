@@ -65,6 +65,15 @@ def unsupported(vllm_config: Any) -> list[str]:
     ]
 
 
+def cache_dtype(vllm_config: Any) -> str:
+    """Dtype of the KV cache by vLLM's name. If a checkpoint asks for it, vLLM may say so only once the model is
+    loaded."""
+    asked: str = vllm_config.cache_config.cache_dtype
+    quantisation = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
+    is_left_to_checkpoint = asked == "auto" and isinstance(quantisation, dict)
+    return "fp8" if is_left_to_checkpoint and quantisation.get("kv_cache_scheme") else asked
+
+
 def _policy_problems(vllm_config: Any) -> list[str]:
     settings = vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.kv_connector_extra_config
     if not settings or "policy" not in settings:
@@ -136,7 +145,7 @@ def _pipeline_problems(vllm_config: Any) -> list[str]:
         "LoRA": vllm_config.lora_config is not None,
         "images and other inputs than text": vllm_config.model_config.is_multimodal_model,
         "external_launcher": parallel.distributed_executor_backend == "external_launcher",
-        "a quantised KV cache": cache.cache_dtype in QUANTISED,
+        "a quantised KV cache": cache_dtype(vllm_config) in QUANTISED,
         "prefix_match_unit": getattr(cache, "prefix_match_unit", None) is not None,
     }
     return [
@@ -150,7 +159,7 @@ def _pipeline_problems(vllm_config: Any) -> list[str]:
 def _cache_problems(vllm_config: Any) -> list[str]:
     problems = []
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    stored = vllm_config.cache_config.cache_dtype
+    stored = cache_dtype(vllm_config)
     if stored in QUANTISED:
         problems += _quantisation_problems(vllm_config)
     elif stored not in ("auto", dtype):
@@ -169,7 +178,7 @@ def _cache_problems(vllm_config: Any) -> list[str]:
 
 def _quantisation_problems(vllm_config: Any) -> list[str]:
     cache = vllm_config.cache_config
-    asked = f"kv_cache_dtype={cache.cache_dtype}"
+    asked = f"kv_cache_dtype={cache_dtype(vllm_config)}"
     problems = []
     if vllm_config.model_config.use_mla:
         problems.append(
@@ -243,7 +252,7 @@ def images_problem(vllm_config: Any) -> str | None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     untried = {
         f"{'/'.join(model.architectures)}": not set(model.architectures) & set(READS_IMAGES),
-        "a quantised KV cache": vllm_config.cache_config.cache_dtype in QUANTISED,
+        "a quantised KV cache": cache_dtype(vllm_config) in QUANTISED,
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,

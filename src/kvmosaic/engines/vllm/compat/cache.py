@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, get_kv_cache_spec_kind
 
@@ -10,6 +11,12 @@ def block_size(kv_cache_config: Any) -> int:
     """Tokens per block of the only group."""
     size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     return size
+
+
+def holds_bytes(kv_cache_config: Any) -> bool:
+    """Whether each number of the KV cache has 8 bits, so that it is rounded."""
+    dtype: torch.dtype = kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype
+    return dtype.itemsize == 1
 
 
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
