@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kvmosaic.engines.vllm import support
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.messages import Images
 from tests.engines.vllm import tiny_vision
@@ -32,6 +33,12 @@ FAMILIES = ["llava", "paddle", "qwen"]
 WIDTH, HEIGHT = 140, 112
 """Pixels of an image: 5 × 4 tokens, or 16 in a model that resizes all images."""
 TOKENS = {"llava": 16, "paddle": 20, "qwen": 20}
+READ = (
+    "LlavaForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+)
+"""Models whose images are read here, whether or not they are elsewhere."""
 LIMIT = {"image": 4, "video": 0}
 Part = list[int] | Image.Image
 
@@ -51,9 +58,11 @@ def folder(family, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    return start(
-        folder, miss_policy="fill-first", chunk_sources="images", limit_mm_per_prompt={"image": 4, "video": 0}
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "READS_IMAGES", READ)
+        return start(
+            folder, miss_policy="fill-first", chunk_sources="images", limit_mm_per_prompt={"image": 4, "video": 0}
+        )
 
 
 @pytest.fixture
@@ -275,7 +284,7 @@ def test_a_name_chosen_by_a_client_is_no_content(llm, family):
 def test_with_a_model_that_was_never_tried_only_text_before_images_is_reused(folder, family, monkeypatch):
     if family != "llava":
         pytest.skip("one model is enough")
-    monkeypatch.setattr("kvmosaic.engines.vllm.support.READS_IMAGES", ())
+    monkeypatch.setattr(support, "READS_IMAGES", ())
     llm = start(folder, miss_policy="fill-first", limit_mm_per_prompt=LIMIT)
     measure_nothing(monkeypatch)
     image, document = picture(), draw(40)
