@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kvmosaic.engines.vllm import support
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.messages import Images
 from tests.engines.vllm import tiny_vision
@@ -28,18 +29,24 @@ from tests.engines.vllm.helpers import (
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ["llava", "paddle", "qwen"]
+FAMILIES = ["paddle", "llava", "qwen"]
 WIDTH, HEIGHT = 140, 112
 """Pixels of an image: 5 × 4 tokens, or 16 in a model that resizes all images."""
 TOKENS = {"llava": 16, "paddle": 20, "qwen": 20}
+READ = (
+    "LlavaForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+)
+"""Models whose images are read here, whether or not they are elsewhere."""
 LIMIT = {"image": 4, "video": 0}
 Part = list[int] | Image.Image
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
-    if request.param == "qwen" and not importlib.util.find_spec("torchvision"):
-        pytest.skip("this model's processor needs torchvision")
+    if request.param != "paddle" and not importlib.util.find_spec("torchvision"):
+        pytest.skip("vLLM needs torchvision for this model")
     return request.param
 
 
@@ -51,9 +58,11 @@ def folder(family, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    return start(
-        folder, miss_policy="fill-first", chunk_sources="images", limit_mm_per_prompt={"image": 4, "video": 0}
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "READS_IMAGES", READ)
+        return start(
+            folder, miss_policy="fill-first", chunk_sources="images", limit_mm_per_prompt={"image": 4, "video": 0}
+        )
 
 
 @pytest.fixture
@@ -273,9 +282,9 @@ def test_a_name_chosen_by_a_client_is_no_content(llm, family):
 
 
 def test_with_a_model_that_was_never_tried_only_text_before_images_is_reused(folder, family, monkeypatch):
-    if family != "llava":
+    if family != "paddle":
         pytest.skip("one model is enough")
-    monkeypatch.setattr("kvmosaic.engines.vllm.support.READS_IMAGES", ())
+    monkeypatch.setattr(support, "READS_IMAGES", ())
     llm = start(folder, miss_policy="fill-first", limit_mm_per_prompt=LIMIT)
     measure_nothing(monkeypatch)
     image, document = picture(), draw(40)

@@ -219,7 +219,8 @@ def test_a_draft_model_is_supported(build, tmp_path):
     ],
     ids=["plain", "lora", "ranks", "drafts"],
 )
-def test_where_images_are_read(build, arguments, named):
+def test_where_images_are_read(build, arguments, named, monkeypatch):
+    monkeypatch.setattr("kvmosaic.engines.vllm.support.READS_IMAGES", ("LlavaForConditionalGeneration",))
     config = build(LLAVA, **arguments)
     assert unsupported(config) == []
     problem = images_problem(config)

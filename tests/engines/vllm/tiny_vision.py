@@ -97,7 +97,7 @@ def write_tiny_paddle(folder: Path) -> str:
 
 
 def write_tiny_qwen(folder: Path) -> str:
-    """Likewise. Its processor needs torchvision."""
+    """Likewise."""
     vision = {
         "depth": 1,
         "embed_dim": 32,

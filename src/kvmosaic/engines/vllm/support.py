@@ -243,7 +243,8 @@ READS_IMAGES = (
     "Qwen2VLForConditionalGeneration",
 )
 """Tested models. Their images are embeddings among those of tokens, seen by later tokens alone. In other models,
-images may see later tokens of themselves, or enter at several layers."""
+images may see later tokens of themselves, or enter at several layers. None yet: LLaVA, PaddleOCR-VL and Qwen2-VL are
+in ``tests/engines/vllm/test_images.py``, which has to pass first."""
 
 
 def images_problem(vllm_config: Any) -> str | None:
