@@ -29,7 +29,7 @@ PREFIX = "KVMOSAIC_"
 CONFIG_FILE_VARIABLE = "KVMOSAIC_CONFIG"
 CLIENT_PARAMETERS = ("chunk_cache", "recompute_ratio", "policy", "boundaries", "documents", "question", "report")
 """Parameters that a request to the vLLM engine may have."""
-CHUNK_SOURCES = ("documents", "parts", "tools", "images", "auto")
+CHUNK_SOURCES = ("documents", "parts", "tools", "auto")
 """Sources of documents for a server, besides the documents that a request names."""
 SECRETS = (PASSWORD_VARIABLE, STORE_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
 """Environment variables with secrets. Secrets are not settings, because settings are logged."""
@@ -72,10 +72,10 @@ class ChunkCacheConfig(BaseSettings):
     prefix_blocks: bool = False
     """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed. It serves
     prompts that begin with the same tokens, after vLLM's own prefix cache has evicted them or in another engine."""
-    chunk_sources: str = "documents,parts,tools,images"
+    chunk_sources: str = "documents,parts,tools"
     """Sources of documents for the vLLM server, besides the documents that a request names: ``all``, ``none``, or
     some of ``documents`` (the field of that name, and document blocks), ``parts`` (text parts of messages, except for
-    questions), ``tools`` (results of tools), ``images``, ``auto`` (text that recurs after different beginnings)."""
+    questions), ``tools`` (results of tools), ``auto`` (text that recurs after different beginnings)."""
     client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries,documents,question"
     """Parameters that requests to the vLLM engine may have: ``all``, ``none``, or some of
     ``chunk_cache``, ``recompute_ratio``, ``policy``, ``boundaries``, ``documents``, ``question``, ``report``."""
@@ -129,7 +129,7 @@ class ChunkCacheConfig(BaseSettings):
     @property
     def allowed_parameters(self) -> frozenset[str]:
         """Names of the parameters that requests may have, including those that the server adds itself."""
-        named = {"documents", "question"} if self.sources - {"images", "auto"} else set()
+        named = {"documents", "question"} if self.sources - {"auto"} else set()
         return _names(self.client_parameters, CLIENT_PARAMETERS) | named | ({"report"} if self.chunk_page else set())
 
     @property

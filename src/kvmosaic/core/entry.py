@@ -203,9 +203,6 @@ class ChunkKV:
     data: torch.Tensor
     kind: EntryKind | None = None
     """Kind of the entry; ``None`` if it is unknown, because earlier releases did not record it."""
-    lag: int = 0
-    """Number by which rotary positions are lower than indices at the place where the entry is put. Images before it
-    make a difference in some models. Not stored."""
 
     def __post_init__(self) -> None:
         expected = (self.format.heads, self.format.num_elements(len(self.tokens)))
@@ -257,9 +254,8 @@ class ChunkKV:
 
     @property
     def first_position(self) -> int:
-        """Virtual position of the chunk's first token. A turn from here to an index also takes the lag into account,
-        because only the distance counts."""
-        return VIRTUAL_POS_START + len(self.context) + self.lag
+        """Virtual position of the chunk's first token."""
+        return VIRTUAL_POS_START + len(self.context)
 
     @property
     def nbytes(self) -> int:

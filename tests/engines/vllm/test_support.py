@@ -11,7 +11,7 @@ from kvmosaic.cli.main import app
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import engine_arguments, served_dtype
-from kvmosaic.engines.vllm.support import images_problem, unsupported, version_problem
+from kvmosaic.engines.vllm.support import unsupported, version_problem
 from tests.engines.vllm.tiny import FP8_CACHE
 from tests.half_precision import IS_NATIVE, pretend_cpu
 
@@ -64,21 +64,6 @@ LATENT = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
-}
-LLAVA = {
-    "model_type": "llava",
-    "architectures": ["LlavaForConditionalGeneration"],
-    "image_token_index": 6,
-    "text_config": {"model_type": "llama", **SIZES},
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 56,
-        "patch_size": 14,
-    },
 }
 WHISPER = {
     "model_type": "whisper",
@@ -204,32 +189,6 @@ def test_refused(build, model, arguments, named):
 def test_a_draft_model_is_supported(build, tmp_path):
     draft = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
     assert unsupported(build(LLAMA, speculative_config=draft)) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({}, None),
-        ({"enable_lora": True}, "LoRA"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-            "speculat",
-        ),
-    ],
-    ids=["plain", "lora", "ranks", "drafts"],
-)
-def test_where_images_are_read(build, arguments, named, monkeypatch):
-    monkeypatch.setattr("kvmosaic.engines.vllm.support.READS_IMAGES", ("LlavaForConditionalGeneration",))
-    config = build(LLAVA, **arguments)
-    assert unsupported(config) == []
-    problem = images_problem(config)
-    assert problem is None if named is None else named in problem
-
-
-def test_images_of_models_that_were_never_tried_are_not_read(build, monkeypatch):
-    monkeypatch.setattr("kvmosaic.engines.vllm.support.READS_IMAGES", ("AnotherModel",))
-    assert "LlavaForConditionalGeneration" in images_problem(build(LLAVA))
 
 
 def test_prefill_context_parallel_is_refused(build):

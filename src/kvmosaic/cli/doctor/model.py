@@ -11,7 +11,7 @@ from kvmosaic.cli.doctor.machine import device_pool
 from kvmosaic.cli.doctor.row import Row, guard, reason
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16, needs_float32
-from kvmosaic.engines.vllm.support import QUANTISED, cache_dtype, images_problem, unsupported
+from kvmosaic.engines.vllm.support import QUANTISED, cache_dtype, unsupported
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
     import torch
@@ -83,18 +83,7 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, ranks: int, stages: int) -
     dtype, cached = _name(config.model_config.dtype), cache_dtype(config)
     rounded = f"; KV cache in {cached}, documents in {dtype}" if cached in QUANTISED else ""
     runs = f"runs in {dtype}{why}; {adapters}{rounded}"
-    return config, problems or [Row("model in vLLM", "ok", runs), *_images(config)]
-
-
-def _images(vllm_config: Any) -> Iterator[Row]:
-    """Row about a multimodal model's images."""
-    if not vllm_config.model_config.is_multimodal_model:
-        return
-    problem = images_problem(vllm_config)
-    if problem is None:
-        yield Row("images", "ok", "reused, and so is text beside them; not with videos or audio before it")
-    else:
-        yield Row("images", "warn", "text before them is reused", problem)
+    return config, problems or [Row("model in vLLM", "ok", runs)]
 
 
 def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, ranks: int, stages: int) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from kvmosaic.core.turns import turn_markers
 from kvmosaic.engines.identity import learned_sink, sink_of
 from kvmosaic.engines.vllm.compat.cache import unsupported_cache
 from kvmosaic.engines.vllm.shape import EngineShape
-from kvmosaic.engines.vllm.support import images_problem, policy_served, unsupported
+from kvmosaic.engines.vllm.support import policy_served, unsupported
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,7 @@ class EngineSetup:
                 )
             # Keys of pipeline stages name their layers. Such keys stand for heads that are stored separately.
             config = config.model_copy(update={"per_head_storage": True})
-        reads_images = model.is_multimodal_model and images_problem(vllm_config) is None
-        shape = EngineShape.of(
-            vllm_config, kv_cache_config, config, places_sink=learned is not None, reads_images=reads_images
-        )
+        shape = EngineShape.of(vllm_config, kv_cache_config, config, places_sink=learned is not None)
         tokenizer = load_tokenizer(model)
         return cls(
             config,

@@ -70,8 +70,9 @@ def cache_dtype(vllm_config: Any) -> str:
     loaded."""
     asked: str = vllm_config.cache_config.cache_dtype
     quantisation = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
-    is_left_to_checkpoint = asked == "auto" and isinstance(quantisation, dict)
-    return "fp8" if is_left_to_checkpoint and quantisation.get("kv_cache_scheme") else asked
+    if asked == "auto" and isinstance(quantisation, dict) and quantisation.get("kv_cache_scheme"):
+        return "fp8"
+    return asked
 
 
 def _policy_problems(vllm_config: Any) -> list[str]:
@@ -235,34 +236,6 @@ def _ascend_problems(vllm_config: Any) -> list[str]:
         for what, is_on in unprepared.items()
         if is_on
     ]
-
-
-READS_IMAGES = (
-    "LlavaForConditionalGeneration",
-    "PaddleOCRVLForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-)
-"""Tested models. Their images are embeddings among those of tokens, seen by later tokens alone. In other models,
-images may see later tokens of themselves, or enter at several layers. None yet: LLaVA, PaddleOCR-VL and Qwen2-VL are
-in ``tests/engines/vllm/test_images.py``, which has to pass first."""
-
-
-def images_problem(vllm_config: Any) -> str | None:
-    """Why a multimodal model's images, and text behind them, cannot be reused, in one line; ``None`` if they can be.
-    Text before images can be in any case."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    untried = {
-        f"{'/'.join(model.architectures)}": not set(model.architectures) & set(READS_IMAGES),
-        "a quantised KV cache": cache_dtype(vllm_config) in QUANTISED,
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "LoRA": vllm_config.lora_config is not None,
-        f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
-        "an encoder in another process": getattr(vllm_config, "ec_transfer_config", None) is not None,
-    }
-    found = next((what for what, is_on in untried.items() if is_on), None)
-    if found is None:
-        return None
-    return f"reading images was never tried with {found}; of prompts with images, only text before them is reused"
 
 
 def looks_inside(spec: str, ratio: float) -> bool:

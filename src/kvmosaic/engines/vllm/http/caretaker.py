@@ -13,7 +13,6 @@ from kvmosaic.core.documents import spellings
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.core.stand_ins import without_stand_ins
 from kvmosaic.engines.identity import learned_sink, sink_of
 from kvmosaic.engines.vllm.compat.api_server import run_request
 from kvmosaic.engines.vllm.setup import load_tokenizer
@@ -150,7 +149,7 @@ class Caretaker:
         rest = dict(described)
         tokens = rest.pop("first_tokens")
         is_readable = tokens is not None and self._tokenizer is not None
-        return {**rest, "text": self._tokenizer.decode(without_stand_ins(tokens)) if is_readable else None}
+        return {**rest, "text": self._tokenizer.decode(tokens) if is_readable else None}
 
     async def _refuse_what_cannot_be_filled(self, document: _Document) -> None:
         if "documents" not in self.config.allowed_parameters:

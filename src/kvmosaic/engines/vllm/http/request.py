@@ -53,7 +53,7 @@ class DocumentNamer:
         named, config = body.documents(), self.config
         is_off = body.parameter("chunk_cache") is False or body.parameter("boundaries") is not None
         # The question counts with separators, from whichever sources documents come.
-        has_use = bool(config.sources - {"images", "auto"}) or config.chunk_separator is not None
+        has_use = bool(config.sources - {"auto"}) or config.chunk_separator is not None
         if is_off or named is None or not FIELDS[self.path] or not has_use:
             return {}
         found = find_sources(body.read(FIELDS[self.path]), config.sources, config.min_chunk_tokens)

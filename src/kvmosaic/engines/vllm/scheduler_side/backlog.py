@@ -167,7 +167,6 @@ class FillBacklog:
             blocks=(begun.blocks.ids,),
             is_last=begun.done == len(begun.tokens),
             adapter=begun.chunk.adapter,
-            images=begun.chunk.images,
         )
 
     def _fill(self, pool: FreeBlocks, room: int, reserve: int, used: int, pass_tokens: int) -> list[ChunkFill]:
@@ -208,7 +207,6 @@ class FillBacklog:
                 chunks=tuple((chunk.digest, chunk.tokens) for chunk in chunks),
                 blocks=(borrowed[group].ids,),
                 adapter=group.adapter,
-                images=tuple(chunk.images for chunk in chunks) if any(chunk.images for chunk in chunks) else (),
             )
             for group, chunks in groups.items()
         ]

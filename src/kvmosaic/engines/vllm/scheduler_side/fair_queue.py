@@ -6,14 +6,12 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvmosaic.engines.vllm.messages import Adapter, Images
+from kvmosaic.engines.vllm.messages import Adapter
 
 MAX_WAITING_TOKENS = 2**21
 """Maximum number of waiting tokens, including contexts."""
 LEAST_WEIGHT = 512
 """Minimum number of tokens that a chunk counts as, so that there are never more than 4,096 chunks."""
-IMAGE_WEIGHT = 16
-"""Number of tokens that each token of a chunk with images counts as: its pixels wait with it, some kilobytes."""
 MAX_TRIES = 256
 """Maximum number of steps with too few free blocks for a chunk before it is forgotten. The next request that lacks it
 queues it again."""
@@ -30,8 +28,6 @@ class WaitingChunk:
     """Tokens that it is computed after."""
     adapter: Adapter | None = None
     """The adapter that it is computed with, if any."""
-    images: Images | None = None
-    """The chunk with its images, if it has any."""
     since: float = field(default_factory=lambda: time.monotonic())
     tries: int = 0
     """Number of steps that passed it over."""
@@ -43,7 +39,7 @@ class WaitingChunk:
 
     @property
     def weight(self) -> int:
-        return max(LEAST_WEIGHT, self.length) * (1 if self.images is None else IMAGE_WEIGHT)
+        return max(LEAST_WEIGHT, self.length)
 
 
 class FairQueue:

@@ -8,9 +8,8 @@ from typing import Any
 
 from kvmosaic.blend import policy_named
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.vllm.messages import Adapter, ChunkLoad, Images
+from kvmosaic.engines.vllm.messages import Adapter, ChunkLoad
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt
-from kvmosaic.engines.vllm.scheduler_side.images import PromptImages
 from kvmosaic.engines.vllm.shape import EngineShape
 
 
@@ -33,8 +32,6 @@ class ChunkRequest:
     """For each chunk, the position where its turn of the conversation ends."""
     adapter: Adapter | None = None
     """Its adapter, if it has one."""
-    images: PromptImages | None = None
-    """Its images, if it has any. Their tokens in ``prompt`` are stand-ins."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
     """Tiers from which chunks were fetched, by content hash."""
     asked_for: list[bytes] = field(default_factory=list)
@@ -83,10 +80,6 @@ class ChunkRequest:
         """The chunks that end behind position ``start``, with their content hashes."""
         pairs = zip(self.prompt.chunks, self.digests, strict=True)
         return [(span, digest) for span, digest in pairs if span.end > start]
-
-    def images_in(self, span: Span) -> Images | None:
-        """One of its chunks with its images; ``None`` if it has none."""
-        return None if self.images is None else self.images.inside(span)
 
     def begins_inside(self, local: int) -> bool:
         """Whether vLLM's prefix cache, which has the first ``local`` tokens, ends inside a chunk. Layers with a
@@ -153,7 +146,6 @@ class ChunkRequest:
             is_sliced=self.is_long,
             is_reported=is_reported,
             adapter=self.adapter,
-            images=None if self.images is None else self.images.before(self.prompt.question.start),
         )
 
     def wait_for(self, ranks: int) -> None:

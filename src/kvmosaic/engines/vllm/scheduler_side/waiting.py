@@ -136,5 +136,4 @@ class WaitingRoom:
         for span, digest in request.chunks_from(local):
             if len(span) <= longest and not self._mirror.has(digest):
                 tokens = request.prompt.tokens_of(span)
-                images = request.images_in(span)
-                yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter, images)
+                yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
 
 import torch
 
@@ -14,13 +13,12 @@ from kvmosaic.core.window import WHOLE
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
-from kvmosaic.engines.vllm.messages import Adapter, ChunkFill, FillSlice, Images, adapter_id
+from kvmosaic.engines.vllm.messages import Adapter, ChunkFill, FillSlice, adapter_id
 from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
-from kvmosaic.engines.vllm.worker_side.images import LoadImages
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,6 @@ class ChunkFiller:
         timer: StageTimer,
         stats: ChunkStats,
         adapters: LoadedAdapters,
-        images: LoadImages,
         sink: ChunkKV | None = None,
     ) -> None:
         """``sink``: the learned sink that all chunks are filled after, if there is one."""
@@ -61,7 +58,6 @@ class ChunkFiller:
         self._timer = timer
         self._stats = stats
         self._adapters = adapters
-        self._images = images
 
     def fill(
         self,
@@ -69,16 +65,13 @@ class ChunkFiller:
         context: Sequence[int],
         blocks: Sequence[Sequence[int]],
         adapter: Adapter | None = None,
-        images: Mapping[ChunkKey, Images] | None = None,
     ) -> dict[ChunkKey, ChunkKV]:
         """Compute the entries of ``chunks`` after ``context``, in ``blocks`` with room for any one of them, and store
-        them. ``adapter``: the adapter that they are computed with, which can be used; ``images``: chunks with
-        images."""
+        them. ``adapter``: the adapter that they are computed with, which can be used."""
         once, each = (0, 0) if self._sink is not None else self._shape.fill_shares(len(context))
         with self._timer.stage("fill", once + sum(each + len(tokens) for tokens in chunks.values())):
             form, tokens = self._cache.document_format, list(chunks.values())
-            pictured = [self._images.sequence(images.get(key), len(context)) for key in chunks] if images else []
-            computed = self._paged.fill(context, tokens, blocks, form, self._sink, adapter_id(adapter), pictured)
+            computed = self._paged.fill(context, tokens, blocks, form, self._sink, adapter_id(adapter))
             entries = {
                 key: self._stored(key, tokens, context, packed)
                 for (key, tokens), packed in zip(chunks.items(), computed, strict=True)
@@ -109,22 +102,15 @@ class ChunkFiller:
                 self._stats.failed("fill")
 
     def _fill_one(self, fill: ChunkFill) -> dict[ChunkKey, ChunkKV]:
-        chunks: dict[ChunkKey, Sequence[int]] = {}
-        images: dict[ChunkKey, Images] = {}
-        for (digest, tokens), inside in zip(fill.chunks, fill.images or repeat(None), strict=False):
-            key = self._cache.key_of_hash(digest, len(tokens))
-            chunks[key] = tokens
-            if inside is not None:
-                images[key] = inside
-        return self.fill(chunks, fill.context, fill.blocks, fill.adapter, images)
+        chunks = {self._cache.key_of_hash(digest, len(tokens)): tokens for digest, tokens in fill.chunks}
+        return self.fill(chunks, fill.context, fill.blocks, fill.adapter)
 
     def _fill_slice(self, part: FillSlice) -> bool:
         """Compute a part of a chunk, and store the chunk after its last part. Always returns true: it was done."""
         placed = len(self._sink.tokens) if self._sink is not None else 0
         if self._sink is not None and part.start == placed:
             self._paged.place([(self._sink, 0)], part.blocks, 0)
-        images = self._images.sequence(part.images, part.context_tokens)
-        run = Run(part.tokens, part.start, part.blocks, adapter_id(part.adapter), images)
+        run = Run(part.tokens, part.start, part.blocks, adapter_id(part.adapter))
         first = max(part.start, part.context_tokens)
         captures = not self._paged.holds_computed and run.end > first
         with self._timer.stage("fill", len(part.tokens)):

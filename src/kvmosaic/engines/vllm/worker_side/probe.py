@@ -8,8 +8,6 @@ import torch
 from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, KVPart
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.core.stand_ins import first_stand_in
-from kvmosaic.engines.vllm.forward.images import SequenceImages
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import Observer, SparseForward
@@ -30,7 +28,6 @@ class VllmProbe(AssembledPrompt):
         paged: RequestBlocks,
         ranks: Ranks,
         full_layers: Sequence[int],
-        images: SequenceImages | None = None,
     ) -> None:
         """``moves``: the entries in the load's blocks, and their positions. ``full_layers`` are numbered in the whole
         model, like all layers here."""
@@ -44,7 +41,6 @@ class VllmProbe(AssembledPrompt):
         ``start`` are not written to."""
         self._start = load.start
         self._adapter_id = adapter_id(load.adapter)
-        self._images = images
         self._moves = moves
         self._forward = forward
         self._paged = paged
@@ -52,9 +48,7 @@ class VllmProbe(AssembledPrompt):
         # If vLLM had too few blocks to lend, or was not asked to, fewer tokens of the question can be probed, or
         # none.
         room = len(self._blocks[0]) * forward.kv.block_sizes[0]
-        # Images in the question are left to vLLM, so only the text before them is probed.
-        text = self.asked.start + first_stand_in(prompt.tokens_of(self.asked))
-        self.asked = Span(self.asked.start, max(self.asked.start, min(self.asked.end, room, text)))
+        self.asked = Span(self.asked.start, max(self.asked.start, min(self.asked.end, room)))
 
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
         assert self.asked
@@ -116,4 +110,4 @@ class VllmProbe(AssembledPrompt):
         return max(self.prompt.chunks[0].start, self._start)
 
     def _run(self, start: int, end: int) -> Run:
-        return Run(self.prompt.token_ids[start:end], start, self._blocks, self._adapter_id, self._images)
+        return Run(self.prompt.token_ids[start:end], start, self._blocks, self._adapter_id)

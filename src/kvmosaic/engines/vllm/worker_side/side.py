@@ -12,7 +12,6 @@ from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.identity import model_name
 from kvmosaic.engines.self_test import OFF
-from kvmosaic.engines.vllm.compat.images import ImageModel
 from kvmosaic.engines.vllm.compat.weights import loaded_model
 from kvmosaic.engines.vllm.forward.ascend_metadata import AscendMetadataBuilder
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
@@ -36,7 +35,6 @@ from kvmosaic.engines.vllm.worker_side.bringer import Bringer
 from kvmosaic.engines.vllm.worker_side.documents import StoredDocuments
 from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
-from kvmosaic.engines.vllm.worker_side.images import LoadImages
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
 from kvmosaic.engines.vllm.worker_side.names import EntryNames, identity
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
@@ -77,10 +75,8 @@ class WorkerSide:
             self._arrivals = LayerArrivals(caches.layers)
         if caches is not None and self.ranks.stages == 1:  # stages may differ in what they support
             tiles = TileAttention.measure(kv, metadata, self.ranks, self._model.max_model_len)
-        model = ImageModel(runner) if setup.shape.reads_images else None
-        images = LoadImages(model)
         self.forward = SparseForward(
-            vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles, images=model
+            vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles
         )
         self.rotary = measure_rotary(self.forward, runner.model)
         """Rotation of the keys of each layer."""
@@ -102,12 +98,12 @@ class WorkerSide:
         if setup.learned is not None:  # before the store is opened: the sink may be another model's
             sink = sink_entry(setup.learned, self._model, self.forward, self.ranks, kv_format)
         self.cache = self._open_cache(device_pool, kv_format)
-        self.blender = Blender(self.forward, self.paged, self.ranks, self.timer, images)
+        self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
         self.fetcher = ChunkFetcher(self.cache.store)
         self.documents = StoredDocuments(self.cache, self.fetcher)
         self.adapters = LoadedAdapters(runner, self.ranks)
         self._filler = ChunkFiller(
-            self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, self.adapters, images, sink
+            self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, self.adapters, sink
         )
         bringer = Bringer(
             self.cache,
@@ -115,7 +111,6 @@ class WorkerSide:
             self.paged,
             self._filler,
             kv.block_sizes,
-            images,
             ranks=self.ranks,
             timer=self.timer,
             stats=self.stats,
@@ -127,7 +122,6 @@ class WorkerSide:
             bringer,
             self.blender,
             self.adapters,
-            images,
             timer=self.timer,
             stats=self.stats,
         )
@@ -153,7 +147,7 @@ class WorkerSide:
         if self.off_reason is not None and self.ranks.rank == 0:
             logger.error(OFF, self.off_reason)
         elif self.ranks.rank == 0:
-            say_what_is_on(vllm_config, self.names.config, self.cache.store, device_pool, self.paged)
+            say_what_is_on(self._model, self.names.config, self.cache.store, device_pool, self.paged)
 
     def step(self, work: StepWork) -> None:
         """Do what the scheduler planned for a step, before the step's own forward."""
