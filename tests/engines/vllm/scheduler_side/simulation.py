@@ -128,6 +128,8 @@ class Workers:
     shape: EngineShape
     blocks: int
     ranks: int
+    window: int | None
+    """Tokens that a token sees in layers with a sliding window, itself included."""
     chance: random.Random
     streams: dict[str, _Stream] = field(default_factory=dict)
     store: dict[bytes, str] = field(default_factory=dict)
@@ -149,9 +151,8 @@ class Workers:
 
     def __post_init__(self) -> None:
         self.memory = np.full((self.blocks + 1) * BLOCK, -1, dtype=np.int64)
-        self.cut_until = np.zeros_like(self.memory)
-        """Where the segment ends whose beginning a slot lacks in layers with a window: nothing before that may be
-        computed on top of it."""
+        self.windowed = self.memory.copy()
+        """The same for layers with a sliding window, where loads leave slots alone that no later token sees."""
         self.news = [{} for _ in range(self.ranks)]
         self.fetching = [{} for _ in range(self.ranks)]
         self._loading: dict[str, ChunkLoad] = {}
@@ -163,24 +164,27 @@ class Workers:
         return np.asarray(blocks, dtype=np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
 
     def _read(self, what: str, labels: np.ndarray, blocks: Sequence[int], end: int) -> None:
-        """Something at position ``end`` sees all before it."""
+        """Something at position ``end`` sees all before it, and a window of it in layers that have one."""
         slots = self._slots(blocks, 0, end)
         wrong = np.flatnonzero(self.memory[slots] != labels[:end])
         assert not wrong.size, (
             f"{what}: other KV than expected at {wrong[0]} of {end}, block {blocks[wrong[0] // BLOCK]}"
         )
-        cut = np.flatnonzero(self.cut_until[slots] > end)
-        assert not cut.size, f"{what}: position {end} sees {cut[0]}, which lacks what it needs"
+        seen = slice(max(0, end - self.window + 1), end) if self.window else slice(0)
+        lacking = np.flatnonzero(self.windowed[slots[seen]] != labels[seen])
+        assert not lacking.size, (
+            f"{what}: position {end} sees {seen.start + lacking[0]}, whose layers with a window lack it"
+        )
 
     def _write(self, labels: np.ndarray, blocks: Sequence[int], start: int, end: int) -> None:
         slots = self._slots(blocks, start, end)
-        self.memory[slots] = labels[start:end]
-        self.cut_until[slots] = 0
+        self.memory[slots] = self.windowed[slots] = labels[start:end]
 
     def _scribble(self, blocks: Sequence[int]) -> None:
         """Blocks for something that is not kept."""
         for block in blocks:
-            self.memory[block * BLOCK : (block + 1) * BLOCK] = -2
+            slots = slice(block * BLOCK, (block + 1) * BLOCK)
+            self.memory[slots] = self.windowed[slots] = -2
 
     # --- the store
 
@@ -335,12 +339,14 @@ class Workers:
             self._read(f"prefix of {load.request_id}", labels, blocks, first)
             self._write(labels, blocks, first, end)
             return
-        self._write(labels, blocks, load.start, end)
-        if self.shape.is_cut(size):
-            for index in wanted:
-                begin, kept = max(load.start, index * size), (index + 1) * size - self.shape.window_tail
-                if begin < kept:
-                    self.cut_until[self._slots(blocks, begin, kept)] = (index + 1) * size
+        self.memory[self._slots(blocks, load.start, end)] = labels[load.start : end]
+        for index in wanted:
+            begin = max(load.start, self._kept_from(index * size, size))
+            self.windowed[self._slots(blocks, begin, (index + 1) * size)] = labels[begin : (index + 1) * size]
+
+    def _kept_from(self, start: int, size: int) -> int:
+        """Where the tokens begin that layers with a window keep of a segment."""
+        return start + size - self.shape.window_tail if self.shape.is_cut(size) else start
 
     def _save(self, save: PrefixSave) -> None:
         self.saves += 1
@@ -350,7 +356,10 @@ class Workers:
             assert digest == digests[start // save.segment_tokens]
             slots = self._slots(save.blocks, start, end)
             assert (self.memory[slots] == labels[start:end]).all(), f"segment at {start}: its blocks hold other KV"
-            assert (self.cut_until[slots] <= end).all()
+            kept = self._kept_from(start, save.segment_tokens)
+            assert (self.windowed[slots[kept - start :]] == labels[kept:end]).all(), (
+                f"segment at {start}: lacks its end"
+            )
             self.put(digest, "host")
 
     def _forward(self, output: SchedulerOutput, tables: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -395,7 +404,7 @@ class Simulation:
         self.ours = self.vllm.connector.scheduler
         self.pool = self.vllm.kv_cache_manager.block_pool
         self.blocks = blocks
-        self.workers = Workers(self.ours._shape, blocks, ranks, random.Random(seed))
+        self.workers = Workers(self.ours._shape, blocks, ranks, window, random.Random(seed))
         self._ahead = int(is_async)
         self._pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.reports: dict[str, dict[str, Any]] = {}

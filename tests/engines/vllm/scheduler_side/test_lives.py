@@ -159,6 +159,42 @@ def test_a_prefix_behind_blocks_that_a_request_with_chunks_brings_in_the_same_st
     engine.check_that_nothing_is_left()
 
 
+@pytest.mark.parametrize("length", [140, 150, 200, 300])
+def test_prompts_that_leave_a_loaded_prefix_anywhere(length):
+    """Layers with a window have nothing of the beginnings of what was loaded."""
+    engine = Simulation(prefix_blocks=True, window=20)
+    engine.add(plain("before", PLAIN[:300]))
+    engine.finish()
+    engine.vllm.reset_prefix_cache()
+    engine.add(plain("loaded", PLAIN[:300]))
+    engine.finish()
+    assert engine.workers.prefix_loads == 1
+    engine.add(plain("leaves", [*PLAIN[:length], *text(8, 9)]))
+    engine.finish()
+    engine.add(plain("again", PLAIN[:300]))
+    engine.finish()
+    engine.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_prefix_behind_a_block_that_another_request_completes_in_the_same_step(window):
+    """The load begins before that block, whose first tokens the other request has computed and goes on to see."""
+    engine = Simulation(prefix_blocks=True, window=window)
+    engine.add(plain("before", PLAIN[:200]))
+    engine.finish()
+    engine.vllm.reset_prefix_cache()
+    engine.add(plain("other", text(7, 50)))
+    engine.add(plain("half", [*PLAIN[:150], *text(8, 9)]))
+    first = engine.step()
+    assert first.num_scheduled_tokens == {"other": 50, "half": 14}
+    engine.add(plain("behind", PLAIN[:200]))
+    second = engine.step()
+    assert second.num_scheduled_tokens["half"] == 17
+    assert [(load.request_id, load.start) for load in second.kv_connector_metadata.prefix_loads] == [("behind", 128)]
+    engine.finish()
+    engine.check_that_nothing_is_left()
+
+
 def test_a_request_that_is_served_plainly_for_its_cost_goes_on_like_any_other():
     engine = Simulation()
     engine.add(chunked("first", documents=DOCUMENTS[:2], answer=20))
