@@ -1,5 +1,6 @@
 """Real vLLM engines, one at a time in this process, and models that are as small as their tests allow."""
 
+import gc
 import importlib.util
 import os
 import weakref
@@ -53,6 +54,9 @@ def one_engine_at_a_time():
         for other in list(living):
             other.shutdown()
         living.clear()
+        if torch.cuda.is_available():  # vLLM does not start if memory comes back while it measures its own
+            gc.collect()
+            torch.cuda.empty_cache()
         try:
             start(self, *args, **kwargs)
         except BaseException:  # also a timeout

@@ -330,6 +330,11 @@ def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_side().timer, "_observe", lambda stage, tokens, seconds: None)
 
 
+def learn_nothing(worker: Any) -> None:
+    """The same on a rank, for good."""
+    worker_side().timer._observe = lambda stage, tokens, seconds: None
+
+
 def chosen_last() -> tuple[int, ...]:
     """What the worker's policy chose for the latest prompt."""
     choices = worker_side().blender._choices

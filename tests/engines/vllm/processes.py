@@ -160,11 +160,13 @@ def _start(model: str, with_cache: bool, settings: dict[str, Any]) -> Any:
     from vllm.v1.executor import multiproc_executor
 
     from kvmosaic.vllm import LLM
-    from tests.engines.vllm.helpers import OURS, SMALL
+    from tests.engines.vllm.helpers import OURS, SMALL, learn_nothing
 
     if not torch.cuda.is_available():  # with GPUs vLLM forks by itself
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         registry._run_in_subprocess = lambda look: look()  # as conftest.py does it
     if not with_cache:
         return vllm.LLM(model, **SMALL | settings)
-    return LLM(model, enable_chunk_cache=True, **SMALL | OURS | settings)
+    llm = LLM(model, enable_chunk_cache=True, **SMALL | OURS | settings)
+    llm.collective_rpc(learn_nothing)
+    return llm

@@ -77,7 +77,10 @@ def test_entries_are_those_of_the_embedded_engine(llm, reference):
         assert (entry.format.heads, entry.format.k_dim, entry.format.v_dim) == (1, 512, 64)
         for layer in range(entry.format.layers):
             for mine, yours in zip(entry.layer(layer), theirs.entry.layer(layer), strict=True):
-                torch.testing.assert_close(mine.float(), yours, atol=ROUNDING, rtol=ROUNDING)
+                if GPU:  # single numbers of a bfloat16 model may be further off
+                    assert (mine.float().cpu() - yours).norm() < ROUNDING * yours.norm()
+                else:
+                    torch.testing.assert_close(mine.float(), yours, atol=ROUNDING, rtol=ROUNDING)
 
 
 def test_ratio_one_is_plain_vllm(llm):

@@ -47,12 +47,18 @@ def choose(
 
 
 def _stored(place: Place, within: Span, first: int, is_stored: IsStored) -> list[Span]:
-    """The stored pieces of a run, ascending and not overlapping. A piece may extend beyond the run; if this prompt
-    has a different text there, the piece is not stored."""
+    """The stored pieces of a run, ascending and not overlapping. The longest are taken first: they were computed
+    with more of what stands before them. A piece may extend beyond the run; if this prompt has a different text
+    there, the piece is not stored."""
     found: list[Span] = []
-    at = within.start
-    for piece in place.run.pieces_at(place.start):
-        if at <= piece.start and piece.end <= within.end and is_stored(piece, min(first, piece.start)):
+    for piece in sorted(place.run.pieces_at(place.start), key=len, reverse=True):
+        if (
+            within.start <= piece.start
+            and piece.end <= within.end
+            and all(piece.end <= other.start or other.end <= piece.start for other in found)
+            and is_stored(piece, min(first, piece.start))
+        ):
             found.append(piece)
-            first, at = min(first, piece.start), piece.end
-    return found
+    found.sort(key=lambda piece: piece.start)
+    # Only now it is known which chunk is the prompt's first.
+    return [piece for piece in found if is_stored(piece, min(first, found[0].start))]

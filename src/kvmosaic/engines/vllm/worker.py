@@ -15,6 +15,7 @@ from kvmosaic.core.accelerator import accelerator_of
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import CONNECTOR
+from kvmosaic.engines.vllm.compat.cache import keeping_all_tokens
 from kvmosaic.engines.vllm.compat.running import make_stage_inputs
 from kvmosaic.engines.vllm.compat.weights import CHANGING
 
@@ -66,6 +67,9 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
             if self.device.type == "npu":
                 # vllm-ascend 0.23 counts what loading the model took, and nothing that is allocated after it.
                 self.model_runner.model_memory_usage += size
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return keeping_all_tokens(super().get_kv_cache_spec())
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step. With pipeline stages, the connector's work comes before all else: vLLM's worker waits for

@@ -1,10 +1,26 @@
 """The shape of vLLM's KV cache."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, get_kv_cache_spec_kind
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, SlidingWindowSpec, get_kv_cache_spec_kind
+
+
+def keeping_all_tokens(specs: dict[str, Any]) -> dict[str, Any]:
+    """Specs of layers, by name, in which those with a sliding window keep all tokens if others do, so that all layers
+    are one group. vLLM makes the same of them for connectors like ours, but in 0.26 such layers have the smallest
+    blocks that their kernel takes, whatever ``block_size`` is, and then vLLM does not start."""
+    whole = next((spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)), None)
+    if whole is None:
+        return specs
+    return {name: _like(whole, spec) if type(spec) is SlidingWindowSpec else spec for name, spec in specs.items()}
+
+
+def _like(whole: FullAttentionSpec, spec: Any) -> FullAttentionSpec:
+    names = (each.name for each in fields(FullAttentionSpec) if each.init and hasattr(spec, each.name))
+    return FullAttentionSpec(**{name: getattr(spec, name) for name in names} | {"block_size": whole.block_size})
 
 
 def block_size(kv_cache_config: Any) -> int:

@@ -202,12 +202,13 @@ class _Announced:
     """Stands in for a layer's backend, and announces writes before the backend makes them."""
 
     def __init__(self, layer: KVLayer, backend: Any, before: Callable[[KVLayer], None]) -> None:
-        self._layer = layer
-        self._backend = backend
-        self._before = before
+        self.__dict__.update(_layer=layer, _backend=backend, _before=before)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._backend, name, value)  # vLLM's MLA layers set some in their first forward
 
     def do_kv_cache_update(self, *given: Any) -> None:
         self._before(self._layer)
@@ -219,7 +220,7 @@ class _HeadsAttention(_Announced):
 
     def __init__(self, layer: KVLayer, backend: Any, attend: Attend, before: Callable[[KVLayer], None]) -> None:
         super().__init__(layer, backend, before)
-        self._attend = attend
+        self.__dict__["_attend"] = attend
 
     def forward(
         self,
