@@ -22,6 +22,9 @@ LAYOUT_VERSION = 2
 """Part of every fingerprint. Increment it when the meaning of stored bytes changes."""
 INT8 = "int8"
 """Start of the names of numbers in 8 bits."""
+EXACT = b"="
+"""Mark behind the content hash of an entry that is stored as it was computed, in reports of an engine whose documents
+are in 8 bits. An exact copy of a document, which other engines may have stored, is not that engine's document."""
 
 
 class _HashState(Protocol):

@@ -10,7 +10,7 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.entry import ChunkKV, EntryKind, KVFormat, PackedKV
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.heads import HeadShare
-from kvmosaic.core.key import ChunkKey, ContentHasher, format_fingerprint, marked
+from kvmosaic.core.key import EXACT, ChunkKey, ContentHasher, format_fingerprint, marked
 from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.core.store_key import StoreKey
@@ -188,12 +188,18 @@ class ChunkCache:
 
     def take_changes(self, length: int = ANY_LENGTH) -> dict[bytes, str | None]:
         """Chunks for prompts like one of ``length`` tokens that were added, moved or removed since the last call, at
-        the first call all stored ones: content hash → the fastest tier that now has the entry, if any."""
-        return {key.content_hash: tier for key, tier in self.store.take_changes().items() if self.makes(key, length)}
+        the first call all stored ones: content hash, see ``EXACT`` → the fastest tier that now has the entry, if
+        any."""
+        return {self._told(key): tier for key, tier in self.store.take_changes().items() if self.makes(key, length)}
 
     def present(self, length: int = ANY_LENGTH) -> dict[bytes, str]:
-        """All chunks for prompts like one of ``length`` tokens: content hash → the fastest tier that has them."""
-        return {info.key.content_hash: info.tier for info in self.store.scan() if self.makes(info.key, length)}
+        """All chunks for prompts like one of ``length`` tokens: content hash, see ``EXACT`` → the fastest tier
+        that has them."""
+        return {self._told(info.key): info.tier for info in self.store.scan() if self.makes(info.key, length)}
+
+    def _told(self, key: ChunkKey) -> bytes:
+        is_exact_beside_others = self.document_format.is_int8 and not key.is_int8
+        return key.content_hash + EXACT if is_exact_beside_others else key.content_hash
 
     def warm_states(self, chunks: Sequence[Sequence[int]], length: int = ANY_LENGTH) -> list[WarmState]:
         """Whether each document is stored for later processes, or can be, for prompts like one of ``length`` tokens.

@@ -150,6 +150,16 @@ def test_an_engine_of_the_other_kind_finds_exact_parts_alone(llm, folder, tiny_l
     assert prefix.num_cached_tokens == PART
     assert other.get_stats()["corrupt_set_aside"] == 0
     assert {dtype for kind, dtype in kinds() if kind == "document"} == {torch.float32}
+    # And back: exact copies of other documents are not taken for stored ones.
+    ids, boundaries = random_prompt()
+    ask(other, ids, boundaries=boundaries)
+    store().flush()
+    again = start(tiny_llama, disk_path=folder, prefix_blocks=True, **SETTINGS)
+    ask(again, draw(5))
+    [output] = ask(again, ids, boundaries=boundaries, report=True)
+    assert statuses(output) == ["filled"] * len(LENGTHS)
+    [prefix] = ask(again, tokens)
+    assert prefix.num_cached_tokens == PART
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's GPU kernels have no MLA in float32")

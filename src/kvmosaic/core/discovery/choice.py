@@ -47,18 +47,18 @@ def choose(
 
 
 def _stored(place: Place, within: Span, first: int, is_stored: IsStored) -> list[Span]:
-    """The stored pieces of a run, ascending and not overlapping. The longest are taken first: they were computed
-    with more of what stands before them. A piece may extend beyond the run; if this prompt has a different text
+    """The stored pieces of a run, ascending and not overlapping. Of two that overlap, the longer one is used: more of
+    it was computed with what stands before it. A piece may extend beyond the run; if this prompt has a different text
     there, the piece is not stored."""
     found: list[Span] = []
-    for piece in sorted(place.run.pieces_at(place.start), key=len, reverse=True):
-        if (
-            within.start <= piece.start
-            and piece.end <= within.end
-            and all(piece.end <= other.start or other.end <= piece.start for other in found)
-            and is_stored(piece, min(first, piece.start))
-        ):
-            found.append(piece)
-    found.sort(key=lambda piece: piece.start)
-    # Only now it is known which chunk is the prompt's first.
-    return [piece for piece in found if is_stored(piece, min(first, found[0].start))]
+    for piece in place.run.pieces_at(place.start):
+        if not within.start <= piece.start < piece.end <= within.end:
+            continue
+        kept = found
+        if found and piece.start < found[-1].end:
+            if len(piece) <= len(found[-1]):
+                continue
+            kept = found[:-1]
+        if is_stored(piece, min(first, kept[0].start if kept else piece.start)):
+            found = [*kept, piece]
+    return found

@@ -37,7 +37,7 @@ class Run:
     run or end after it, and may contain smaller pieces."""
 
     def pieces_at(self, start: int) -> list[Span]:
-        """Spans of the runs that this one was made of, if it begins at ``start``."""
+        """Spans of the runs that this one was made of, if it begins at ``start``: by start, longest first."""
         offsets = self.pieces or ()
         return [Span(start + begin, start + end) for begin, end in zip(offsets[::2], offsets[1::2], strict=True)]
 
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     def remember(self, pieces: Iterable["Place"]) -> None:
         """Record that this run is made of ``pieces``, and of the pieces of these."""
         spans = [span for piece in pieces for span in (piece.span, *piece.run.pieces_at(piece.start))]
-        spans = sorted(spans, key=len)[-MAX_PIECES:]
+        spans = sorted(sorted(spans, key=len)[-MAX_PIECES:], key=lambda span: (span.start, -span.end))
         self.run.pieces = array("i", [edge - self.start for span in spans for edge in (span.start, span.end)])
 
 

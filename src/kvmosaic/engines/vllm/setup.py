@@ -10,7 +10,7 @@ from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.turns import turn_markers
 from kvmosaic.engines.identity import learned_sink, sink_of
-from kvmosaic.engines.vllm.compat.cache import unsupported_cache
+from kvmosaic.engines.vllm.compat.cache import unsupported_cache, unsupported_latent
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.support import policy_served, unsupported
 
@@ -37,7 +37,7 @@ class EngineSetup:
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> "EngineSetup":
         """Raises :class:`UnsupportedModelError` or :class:`ConfigError`, with one line, where chunks cannot work."""
-        problems = unsupported(vllm_config) or unsupported_cache(kv_cache_config)
+        problems = unsupported(vllm_config) or unsupported_latent(vllm_config) or unsupported_cache(kv_cache_config)
         if problems:
             raise UnsupportedModelError(f"the chunk cache cannot be used here: {problems[0]}")
         model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config

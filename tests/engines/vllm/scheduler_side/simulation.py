@@ -248,11 +248,11 @@ class Workers:
 
     def _step(self, work: StepWork, tables: dict[str, list[int]]) -> None:
         """In the order of ``WorkerSide.step``."""
-        for save in work.prefix_saves:
-            self._save(save)
         if work.clear:
             for digest in list(self.store):
                 self.put(digest, None)
+        for save in work.prefix_saves:
+            self._save(save)
         self.pinned.difference_update(work.released)
         for fetch in work.fetches:
             self.pinned.add(fetch.request_id)
@@ -316,17 +316,29 @@ class Workers:
                 self.put(digest, "host")
         self._read(f"load of {load.request_id}", stream.labels, blocks, load.start)
         run = Run(range(load.start, question), load.start, load.blocks)
-        if not load.is_sliced:
-            self._write(stream.labels, blocks, load.start, question)
-            return
         self._loading[load.request_id] = load
+        if not load.is_sliced:
+            self._write_load(load, load.start, question)
+            del self._loading[load.request_id]
+            return
         self._compute(self.slices.begin(load.request_id, [run], None if load.writes_shared else slice_tokens))
 
     def _compute(self, runs: Sequence[Run]) -> None:
         for run in runs:
             [name] = [name for name, load in self._loading.items() if load.blocks is run.blocks]
             self._read(f"slice of {name}", self.streams[name].labels, run.blocks[0], run.start)
-            self._write(self.streams[name].labels, run.blocks[0], run.start, run.end)
+            self._write_load(self._loading[name], run.start, run.end)
+
+    def _write_load(self, load: ChunkLoad, start: int, end: int) -> None:
+        """Layers with a window get only the ends of chunks that are placed."""
+        labels, blocks = self.streams[load.request_id].labels, load.blocks[0]
+        before = self.windowed.copy()
+        self._write(labels, blocks, start, end)
+        for span, digest in zip(load.prompt.chunks, load.digests, strict=True):
+            first, last = max(start, span.start), min(end, self._kept_from(span.start, len(span)))
+            if digest in self.store and load.ratio < 1 and first < last:
+                left = self._slots(blocks, first, last)
+                self.windowed[left] = before[left]
 
     def _load_prefix(self, load: PrefixLoad) -> None:
         self.prefix_loads += 1

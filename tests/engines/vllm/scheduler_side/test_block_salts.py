@@ -228,3 +228,26 @@ def test_hashes_finer_than_blocks_are_salted_from_the_first_chunk_on():
 
 def test_where_vllm_hashes_nothing_nothing_is_salted():
     assert hashes(fields={"block_hasher": None}) == []
+
+
+@pytest.mark.parametrize("tail", [None, 32])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_that_is_served_plainly_shares_no_blocks_that_may_be_cut(monkeypatch, tail, fails):
+    """vLLM may ask for it again, when others have loaded the same chunks."""
+    side = Side(shape={"window_tail": tail}, recompute_ratio=0.0)
+    other, request = (
+        side.add(ask_about(FIRST, SECOND, name=name, recompute_ratio=0.0)) for name in ("other", "mine")
+    )
+    assert request.block_hashes == other.block_hashes
+    if fails:
+        monkeypatch.setattr(side.scheduler._waiting, "matched", None)
+    assert side.matched(request) == 0
+    shared = [mine == theirs for mine, theirs in zip(request.block_hashes, other.block_hashes, strict=True)]
+    assert all(shared) is (tail is None)
+    if tail is not None:
+        first = 0 if fails else len(SYSTEM) // fakes.BLOCK
+        assert shared == [True] * first + [False] * (len(shared) - first)
+    for each in (request, other):
+        each.append_output_token_ids(list(range(60)))
+    again = [mine == theirs for mine, theirs in zip(request.block_hashes, other.block_hashes, strict=True)]
+    assert (again[: len(shared)], any(again[len(shared) :])) == (shared, tail is None)

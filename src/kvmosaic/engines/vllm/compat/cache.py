@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, SlidingWindowSpec, get_kv_cache_spec_kind
 
@@ -50,6 +51,20 @@ def unsupported_cache(kv_cache_config: Any) -> list[str]:
     return [
         f"this model keeps its KV in {len(groups)} group(s) of {kinds}; chunks need one group that keeps all tokens; "
         "use another model"
+    ]
+
+
+def unsupported_latent(vllm_config: Any) -> list[str]:
+    """Why multi-head latent attention gives wrong answers in this vLLM. In 0.26 it takes contexts away from the last
+    prompts of a step, unless prompts without a context are the last. The V2 runner orders prompts by length alone."""
+    prefill = getattr(mla_attention, "MLACommonPrefillMetadata", None)
+    context = getattr(prefill, "ChunkedContextMetadata", None)
+    is_by_order = "prefill_tokens_with_context" in getattr(context, "__dataclass_fields__", {})
+    if not (vllm_config.model_config.use_mla and is_by_order and getattr(vllm_config, "use_v2_model_runner", False)):
+        return []
+    return [
+        "with multi-head latent attention, the V2 runner of this vLLM loses the context of some prompts; set "
+        "VLLM_USE_V2_MODEL_RUNNER=0, or install a newer vLLM"
     ]
 
 

@@ -23,6 +23,8 @@ class KVLayer(ABC):
 
     prefers_short_first = False
     """Whether the backend reads the cache faster for short runs if these come before all longer ones."""
+    keeps_first_runs_apart = False
+    """Whether runs that begin a sequence need a pass of their own."""
     score_parts: tuple[KVPart, ...] = ("k",)
     """Parts of the cache whose columns, one part after the other, are the keys."""
 
@@ -140,6 +142,8 @@ class LatentLayer(KVLayer):
     which are cached as V. Every rank has all of both."""
 
     prefers_short_first = True  # a long run projects its context to all heads; short runs read the latent itself
+    # vLLM 0.26 expects runs without a context behind all others, and otherwise forgets the context of the last runs.
+    keeps_first_runs_apart = True
     score_parts = ("k", "v")
 
     def __init__(self, module: Any) -> None:

@@ -85,6 +85,18 @@ class KVLayers:
     def make_pass(self, runs: Sequence[Run]) -> Pass:
         return Pass(runs, self.block_sizes, self.device)
 
+    def first_runs_first(self, runs: Sequence[Run]) -> Sequence[Run]:
+        """The runs in the order that needs the fewest passes, if those that begin a sequence need their own."""
+        if not self.layers[0].keeps_first_runs_apart:
+            return runs
+        return sorted(runs, key=lambda run: run.start > 0)
+
+    def can_share_a_pass(self, one: Run, other: Run) -> bool:
+        """Whether a pass may have both runs. A pass has one adapter, because vLLM has room for few changes of adapter
+        in a pass, and on CPUs (0.32) computes tokens without an adapter wrongly beside others."""
+        is_apart = self.layers[0].keeps_first_runs_apart and (one.start == 0) != (other.start == 0)
+        return one.adapter_id == other.adapter_id and not is_apart
+
     def short_first(self, work: Pass) -> Pass:
         """The pass with its runs in the order in which backends are fastest."""
         if not self.layers[0].prefers_short_first:

@@ -70,7 +70,7 @@ class SparseForward:
 
     def run(self, runs: Sequence[Run]) -> None:
         """Compute all runs. Runs of one sequence come in ascending order, so that passes build on each other."""
-        for work in self._passes(runs):
+        for work in self._passes(self.kv.first_runs_first(runs)):
             # The order of runs within a pass is free: all K and V are written before any are read.
             self._forward(self.kv.short_first(work), graphs=True)
 
@@ -114,16 +114,15 @@ class SparseForward:
                 self._forward(work, 0, note, mine, graphs=True, hands_on=last >= own.stop)
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[Pass]:
-        """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs. A pass has
-        one adapter, because vLLM has room for few changes of adapter in a pass, and on CPUs (0.32) computes tokens
-        without an adapter wrongly beside others."""
+        """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs."""
         room = self.step_tokens
         max_runs = room if self._in_tiles(runs) else self._metadata.max_runs
         batch: list[Run] = []
         for run in runs:
             rest = run
             while rest.tokens:
-                if room == 0 or len(batch) == max_runs or (batch and batch[-1].adapter_id != run.adapter_id):
+                is_full = room == 0 or len(batch) == max_runs
+                if is_full or (batch and not self.kv.can_share_a_pass(batch[-1], rest)):
                     yield self.kv.make_pass(batch)
                     room, batch = self.step_tokens, []
                 head = rest._replace(tokens=rest.tokens[:room])

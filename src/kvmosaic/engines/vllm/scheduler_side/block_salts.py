@@ -27,6 +27,16 @@ def weights_salt(changes: int, digest: str) -> BlockSalt:
     return BlockSalt(hashlib.sha256(f"weights {changes} {digest}".encode()).digest(), 0, None, is_hidden=False)
 
 
+def keep_to_itself(request: Any, block: int | None) -> None:
+    """Have a request find only its own blocks from ``block`` on, if given. vLLM may ask again about a request that is
+    served plainly, when others have loaded blocks with the same hashes. These may lack KV in layers with a sliding
+    window, so only a load could continue from there, and the request gets none any more."""
+    if block is None:
+        return
+    salt = hashlib.sha256(f"only {request.request_id}".encode()).digest()
+    BlockSalts(request).add([BlockSalt(salt, block, None)])
+
+
 class BlockSalts:
     """Salts the hashes of some of a request's blocks.
 

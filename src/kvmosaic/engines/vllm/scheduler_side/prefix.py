@@ -13,7 +13,7 @@ from struct import unpack
 from typing import Any
 
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.key import content_hash
+from kvmosaic.core.key import EXACT, content_hash
 from kvmosaic.engines.vllm.compat.scheduling import KVCacheEvent, Step
 from kvmosaic.engines.vllm.messages import ChunkFetch, PrefixLoad, PrefixSave, StepWork
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts
@@ -62,6 +62,8 @@ class PrefixScheduler:
         self._shape = shape
         self._patience = patience
         self._algorithm = config.chunk_hash_algorithm
+        self._mark = EXACT if config.entry_dtype == "int8" else b""
+        """What ranks add to the content hashes of segments in their reports."""
         self._is_on = config.prefix_blocks
         self._is_pool_shared = config.remote is not None
         self._segment = shape.segment_tokens
@@ -119,7 +121,7 @@ class PrefixScheduler:
             is_shared = self._is_pool_shared and self._mirror.may_lag_behind_others
             end = request.num_tokens - 1 if is_shared else self._stored_until(exact, local)
             digests = [self._digest(exact, index) for index in range(local // self._segment, end // self._segment)]
-            slow = [digest for digest in digests if not self._mirror.is_near(digest)]
+            slow = [digest for digest in digests if not self._mirror.is_near(digest + self._mark)]
             exact.waiting_for = set(range(self._shape.ranks)) if slow else set()
             if slow:
                 pairs = tuple((digest, self._segment) for digest in slow)
@@ -219,7 +221,7 @@ class PrefixScheduler:
         """Position up to which the store has the request's tokens without a gap, leaving at least one token to
         compute."""
         index = local // self._segment
-        while (index + 1) * self._segment < exact.request.num_tokens and self._mirror.has(self._digest(exact, index)):
+        while (index + 1) * self._segment < exact.request.num_tokens and self._has(self._digest(exact, index)):
             index += 1
         return index * self._segment
 
@@ -234,7 +236,7 @@ class PrefixScheduler:
         for index in range(exact.saved, ready):
             self._expect(exact, index)
         exact.saved = max(exact.saved, ready)
-        missing = tuple(each for each in segments if not self._mirror.has(each[1]))
+        missing = tuple(each for each in segments if not self._has(each[1]))
         if not missing:
             return []
         end = missing[-1][0] + self._segment
@@ -249,7 +251,12 @@ class PrefixScheduler:
         if self._events is not None:
             request = exact.request
             hashes = request.block_hashes if exact.salts is None else exact.salts.plain
-            self._events.expect(exact.digests[index], index * self._segment, request.all_token_ids, hashes)
+            name = exact.digests[index] + self._mark
+            self._events.expect(name, index * self._segment, request.all_token_ids, hashes)
+
+    def _has(self, digest: bytes) -> bool:
+        """Whether every rank has a segment."""
+        return self._mirror.has(digest + self._mark)
 
     def _digest(self, exact: _Exact, index: int) -> bytes:
         """Content hash of a segment, chained to the hash of the segment before it. Hashing the whole prompt before

@@ -86,6 +86,12 @@ class ChunkRequest:
         sliding window may then lack KV that the next tokens see, so only a load can continue from there."""
         return any(span.start < local < span.end for span in self.prompt.chunks)
 
+    def first_cut_block(self, shape: EngineShape) -> int | None:
+        """The block in which the first chunk begins of which some layers keep only a part; ``None`` without one."""
+        cut = (span.start for span in self.prompt.chunks if shape.is_cut(len(span)))
+        start = next(cut, None)
+        return None if start is None else start // shape.hash_block_size
+
     def salts(self, shape: EngineShape) -> list[BlockSalt]:
         """Salts for the hashes of its blocks, none overlapping. A block's salt depends on the ratio, the policy, and
         where chunks begin and end before the block's end. Later text does not count, so a conversation finds the

@@ -17,7 +17,7 @@ from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.scheduler_side.adapters import KnownAdapters
 from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
-from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts, weights_salt
+from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts, keep_to_itself, weights_salt
 from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
 from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
 from kvmosaic.engines.vllm.scheduler_side.loads import Loads
@@ -134,6 +134,7 @@ class ChunkScheduler:
         is_alone = not self._running
         matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):
+            keep_to_itself(request, ours.first_cut_block(self._shape))
             return self._serve_plainly(ours, local, matched), False
         # A request that runs alone is computed at once. An adapter may not be active before its request's own step.
         may_be_long = bool(matched) and not is_alone and ours.adapter is None
@@ -266,6 +267,7 @@ class ChunkScheduler:
         name = request.request_id
         self._requests.pop(name, None)
         self.prefixes.forget(name)
+        keep_to_itself(request, None if self._shape.window_tail is None else 0)
         self._work.fetches = [fetch for fetch in self._work.fetches if fetch.request_id != name]
         self._work.released.append(name)
         self._reports.fall_back(name, Fallback.ERROR)

@@ -161,10 +161,10 @@ class WorkerSide:
         # Work that was planned before the scheduler heard of new weights may rely on KV of the old ones.
         is_stale = work.weights != self.weights.changes
         is_closed = self.names.tiers == "none"
-        if not is_stale and not is_closed:
-            self.prefixes.save(work.prefix_saves)  # first: everything below may write to the same blocks
         if work.clear:
             self.clear()
+        if not is_stale and not is_closed:
+            self.prefixes.save(work.prefix_saves)  # before everything that may write to the same blocks
         for missed in work.missed:
             reason = self.cache.store.note_miss(self.cache.key_of_hash(*missed))
             self.stats.count_alike("chunk_misses", reason)
