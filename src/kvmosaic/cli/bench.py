@@ -86,8 +86,8 @@ def discovery(
     seed: Annotated[int, typer.Option(help="Random seed of the made-up data.")] = 0,
     json: JsonOption = False,
 ) -> None:
-    """How much reusable text chunk_sources=auto finds in traffic without marked documents, and how long it takes. The
-    model provides the tokenizer for --data; it is not used otherwise."""
+    """Share of reusable text that chunk_sources=auto finds in traffic without named documents, and the time that it
+    takes. The model only provides the tokenizer for --data."""
     from kvmosaic.bench import discovery
     from kvmosaic.eval.data import load
 
@@ -155,7 +155,7 @@ def store(
     json: JsonOption = False,
 ) -> None:
     """Throughput of every tier compared with plain use of the same memory, disk or server, and lookup time of the
-    remote tier. Existing entries there are not touched."""
+    remote tier. Existing entries of the tiers are not touched."""
     from kvmosaic.bench import store
     from kvmosaic.core.config import load_config
 
@@ -253,7 +253,7 @@ def overhead(
     outputs: Annotated[int, typer.Option(help="Number of tokens per answer.", min=2)] = 128,
     json: JsonOption = False,
 ) -> None:
-    """vLLM: step time of requests without chunks, with the chunk cache compared with plain vLLM."""
+    """vLLM: step time of requests without chunks, in plain vLLM and in vLLM with the chunk cache."""
     from kvmosaic.bench import overhead
     from kvmosaic.bench.engine import Model
 
@@ -269,11 +269,11 @@ def overhead(
 @app.command("figure")
 def figure(
     measured: Annotated[
-        Path, typer.Argument(help="JSON file with measured times, and how they were measured.", show_default=False)
+        Path, typer.Argument(help="JSON file with measured times and their commands.", show_default=False)
     ],
     output: Annotated[Path, typer.Option(help="SVG file to write.", show_default=False)],
 ) -> None:
-    """Draw measured times to first token as bars. Nothing is measured; docs/figures has an example of the file."""
+    """Draw measured times to first token as bars, without measuring. docs/figures has an example of the file."""
     from kvmosaic.bench import figure
 
     bench_plots.check(output, "--output")

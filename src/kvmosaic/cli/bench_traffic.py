@@ -47,7 +47,7 @@ def throughput(
     plot: bench_plots.PlotOption = None,
     json: JsonOption = False,
 ) -> None:
-    """vLLM: RAG traffic at growing request rates, with the chunk cache compared with prefix caching alone."""
+    """vLLM: latency of RAG traffic at growing request rates, with the chunk cache and with prefix caching alone."""
     from kvmosaic.bench import throughput
     from kvmosaic.bench.engine import Model
     from kvmosaic.bench.process import ENGINES

@@ -69,8 +69,8 @@ def evaluate(
     entry_dtype: Annotated[
         list[str] | None,
         typer.Option(
-            help="Numbers that chunks are stored in: auto or int8. Repeat the option to compare both. Default: the "
-            "setting of the same name."
+            help="Number format of stored chunks: auto (the model's own) or int8. Repeat the option to compare both. "
+            "Default: the setting entry_dtype."
         ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML report with plots to this file.")] = None,

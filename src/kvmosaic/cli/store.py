@@ -33,8 +33,8 @@ RemoteOption = Annotated[
     str | None,
     typer.Option("--remote", help="URL of a remote store to use instead of --path, like valkey://host:6379/0."),
 ]
-MODEL_HELP = "Only entries of this model."
-TENANT_HELP = "Only entries of this tenant."
+MODEL_HELP = "Select only the entries of this model."
+TENANT_HELP = "Select only the entries of this tenant."
 ModelFilter = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]
 TenantFilter = Annotated[str | None, typer.Option("--tenant", help=TENANT_HELP)]
 
@@ -153,8 +153,8 @@ def stats(path: PathOption = None, remote: RemoteOption = None, json: JsonOption
 @app.command("verify")
 def verify(path: PathOption = None, remote: RemoteOption = None, json: JsonOption = False) -> None:
     """Read and check every entry. Damaged entries are set aside on disk, and deleted from a remote store. Exit status
-    1 if there were any. Entries with another store key (or without one, if one is set) cannot be checked and are
-    kept."""
+    1 if an entry is damaged. Entries that were stored with another store key, or without the key that is set, cannot
+    be checked and are kept."""
     from kvmosaic.core.store_key import STORE_KEY_VARIABLE, StoreKey
     from kvmosaic.store import CorruptEntryError
 

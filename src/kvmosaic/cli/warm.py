@@ -50,7 +50,7 @@ def warm(
         Engine, typer.Option(help="Engine that will serve the documents; it cannot use entries of the other engine.")
     ] = Engine.VLLM,
     dtype: Annotated[
-        str, typer.Option(help="Data type of the model, the same as the serving engine will use.")
+        str, typer.Option(help="Data type of the model; the serving engine has to use the same one.")
     ] = "auto",
     vllm_options: Annotated[
         str | None,
@@ -61,8 +61,8 @@ def warm(
     chunk_separator: Annotated[
         str | None,
         typer.Option(
-            help="Text that will split prompts into chunks, as for `kvmosaic serve`. Default: none; requests name "
-            "their documents."
+            help="Text that splits prompts into chunks, the same as for `kvmosaic serve`. Default: none, because "
+            "requests name their documents."
         ),
     ] = None,
     sink_prefix: Annotated[
@@ -74,7 +74,10 @@ def warm(
     ] = None,
     entry_dtype: Annotated[
         str | None,
-        typer.Option(help="Numbers that documents are stored in, as the serving engine will be told: auto or int8."),
+        typer.Option(
+            help="Number format of stored documents: auto (the model's own) or int8. The serving engine has to use "
+            "the same setting."
+        ),
     ] = None,
     disk_path: Annotated[Path | None, typer.Option(help="Directory in which KV is stored on disk.")] = None,
     remote: Annotated[

@@ -68,7 +68,8 @@ class ChunkCacheConfig(BaseSettings):
     """Policy that chooses the recomputed tokens: a name, with options in brackets, like ``sink-link(k=8)``."""
     miss_policy: Literal["background", "fill-first", "never"] = "background"
     """Treatment of chunks that are not in the store. ``background``: ordinary text of the request, filled afterwards
-    in the background. ``fill-first``: filled first, then used. ``never``: ordinary text, never stored."""
+    in the background. ``fill-first``: filled first, then used. ``never``: ordinary text; only
+    warming stores chunks."""
     prefix_blocks: bool = False
     """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed. It serves
     prompts that begin with the same tokens, after vLLM's own prefix cache has evicted them or in another engine."""
@@ -90,7 +91,7 @@ class ChunkCacheConfig(BaseSettings):
     self_test: bool = True
     """Whether engines compare reuse with exact references at start, and disable reuse if the results differ."""
     entry_dtype: Literal["auto", "int8"] = "auto"
-    """Numbers that documents are stored in. ``auto``: those of the model. ``int8``: 8 bits and scales, in about half
+    """Number format of stored documents. ``auto``: the model's own. ``int8``: 8 bits and scales, in about half
     the memory, disk space and network traffic; engines with the other setting do not find such documents. Exact
     prefixes are always stored as computed."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
