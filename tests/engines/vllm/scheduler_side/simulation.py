@@ -163,14 +163,15 @@ class Workers:
         positions = np.arange(start, end)
         return np.asarray(blocks, dtype=np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
 
-    def _read(self, what: str, labels: np.ndarray, blocks: Sequence[int], end: int) -> None:
-        """Something at position ``end`` sees all before it, and a window of it in layers that have one."""
+    def _read(self, what: str, labels: np.ndarray, blocks: Sequence[int], end: int, is_whole: bool = True) -> None:
+        """Something at position ``end`` sees all before it, and a window of it in layers that have one. Not
+        ``is_whole``: it may be a chunk that is placed, which sees nothing."""
         slots = self._slots(blocks, 0, end)
         wrong = np.flatnonzero(self.memory[slots] != labels[:end])
         assert not wrong.size, (
             f"{what}: other KV than expected at {wrong[0]} of {end}, block {blocks[wrong[0] // BLOCK]}"
         )
-        seen = slice(max(0, end - self.window + 1), end) if self.window else slice(0)
+        seen = slice(max(0, end - self.window + 1), end) if self.window and is_whole else slice(0)
         lacking = np.flatnonzero(self.windowed[slots[seen]] != labels[seen])
         assert not lacking.size, (
             f"{what}: position {end} sees {seen.start + lacking[0]}, whose layers with a window lack it"
@@ -326,7 +327,7 @@ class Workers:
     def _compute(self, runs: Sequence[Run]) -> None:
         for run in runs:
             [name] = [name for name, load in self._loading.items() if load.blocks is run.blocks]
-            self._read(f"slice of {name}", self.streams[name].labels, run.blocks[0], run.start)
+            self._read(f"slice of {name}", self.streams[name].labels, run.blocks[0], run.start, is_whole=False)
             self._write_load(self._loading[name], run.start, run.end)
 
     def _write_load(self, load: ChunkLoad, start: int, end: int) -> None:
