@@ -1,6 +1,7 @@
 """Salted block hashes of requests."""
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,10 +32,8 @@ def keep_to_itself(request: Any, block: int | None) -> None:
     """Have a request find only its own blocks from ``block`` on, if given. vLLM may ask again about a request that is
     served plainly, when others have loaded blocks with the same hashes. These may lack KV in layers with a sliding
     window, so only a load could continue from there, and the request gets none any more."""
-    if block is None:
-        return
-    salt = hashlib.sha256(f"only {request.request_id}".encode()).digest()
-    BlockSalts(request).add([BlockSalt(salt, block, None)])
+    if block is not None:
+        BlockSalts(request).add([BlockSalt(secrets.token_bytes(32), block, None)])
 
 
 class BlockSalts:
