@@ -252,9 +252,7 @@ def _layer_kinds(text: Any) -> Iterator[Row]:
         advice = "a recurrent state cannot be cut into chunks; use a model with attention in every layer"
         yield Row("layers", "fail", ", ".join(sorted(states)), advice)
     if sliding := kinds["sliding_attention"]:
-        found = (
-            f"{sliding} of {text.num_hidden_layers} layers; works (window_tails drops KV that no later token sees)"
-        )
+        found = f"{sliding} of {text.num_hidden_layers} layers; works (window_tails stores less of them at ratio 0)"
         yield Row("sliding window", "ok", found)
     if others := kinds.keys() - ATTENTION_LAYERS - STATE_LAYERS:
         advice = "never tested; compare answers with those at recompute_ratio=1.0 before relying on it"
