@@ -183,9 +183,10 @@ def test_placed_chunks_are_rounded_once_like_those_that_vllm_computes(llm):
 
 
 def test_reuse_is_as_near_to_an_engine_that_rounds_nothing_as_a_prefill_is(llm, reference):
-    """Mean difference of logprobs of the first token, over some prompts."""
+    """Mean difference of logprobs of the first token. Single prompts differ tenfold, so there are many: over 24, the
+    ratio of both was 0.83 to 1.11 in twelve runs; over 8, up to 1.58."""
     reused, prefilled = [], []
-    for _ in range(8):
+    for _ in range(24):
         ids, boundaries = random_prompt()
         parsed = reference.parser.parse(ids, boundaries)
         for ratio, distances in ((0.0, reused), (1.0, prefilled)):

@@ -315,14 +315,25 @@ class Workers:
             self._scribble(blocks[load.shared_until // BLOCK :])
             for digest in load.digests:
                 self.put(digest, "host")
-        self._read(f"load of {load.request_id}", stream.labels, blocks, load.start)
-        run = Run(range(load.start, question), load.start, load.blocks)
+        start, is_computed = self._begin(load)
+        self._read(f"load of {load.request_id}", stream.labels, blocks, start, is_whole=is_computed)
+        run = Run(range(start, question), start, load.blocks)
         self._loading[load.request_id] = load
         if not load.is_sliced:
-            self._write_load(load, load.start, question)
+            self._write_load(load, start, question)
             del self._loading[load.request_id]
             return
         self._compute(self.slices.begin(load.request_id, [run], None if load.writes_shared else slice_tokens))
+
+    def _begin(self, load: ChunkLoad) -> tuple[int, bool]:
+        """Where a load begins to write, and whether its first token is computed. vLLM's prefix cache may have the
+        beginning of a chunk that is cut: the rest is placed, or else all of the chunk is computed."""
+        for span, digest in zip(load.prompt.chunks, load.digests, strict=True):
+            if span.start < load.start < span.end and self.shape.is_cut(len(span)):
+                if digest not in self.store:
+                    return span.start, True
+                return load.start, load.ratio == 1
+        return load.start, True
 
     def _compute(self, runs: Sequence[Run]) -> None:
         for run in runs:

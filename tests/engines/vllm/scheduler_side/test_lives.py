@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.vllm import shape as shapes
 from kvmosaic.engines.vllm.messages import Line
-from tests.engines.vllm.scheduler_side.fakes import FIRST, SEGMENT, STEP, SYSTEM, make_request, text
+from tests.engines.vllm.scheduler_side.fakes import BLOCK, FIRST, SEGMENT, STEP, SYSTEM, make_request, text
 from tests.engines.vllm.scheduler_side.prefixes import prefix_digests
 from tests.engines.vllm.scheduler_side.simulation import Simulation
 
@@ -191,6 +191,26 @@ def test_a_prefix_behind_a_block_that_another_request_completes_in_the_same_step
     second = engine.step()
     assert second.num_scheduled_tokens["half"] == 17
     assert [(load.request_id, load.start) for load in second.kv_connector_metadata.prefix_loads] == [("behind", 128)]
+    engine.finish()
+    engine.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+@pytest.mark.parametrize("kept", [144, 160])
+def test_a_prompt_finds_the_beginning_of_a_chunk_of_which_windows_keep_the_end(kept, is_stored):
+    """The rest is placed; if it was lost, all of the chunk is computed again."""
+    engine, system = Simulation(window=20), text(90, 64)
+    documents = [DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[3]]  # the last one is at 129 .. 218
+    store(engine, *documents)
+    engine.add(chunked("first", system, documents, answer=1))
+    [load] = engine.step().kv_connector_metadata.loads
+    engine.finish()
+    engine.pool.evict_blocks(set(load.blocks[0][kept // BLOCK :]))
+    engine.add(chunked("second", system, documents, answer=1))
+    if not is_stored:
+        engine.workers.put(content_hash(DOCUMENTS[3], engine.ours._planner._sink), None)
+    [load] = engine.step().kv_connector_metadata.loads
+    assert load.start == kept
     engine.finish()
     engine.check_that_nothing_is_left()
 
