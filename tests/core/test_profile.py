@@ -4,7 +4,19 @@ import pytest
 
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.profile import Measured, Profile, Targets, load_profile, profile_path, write_profile
+from kvmosaic.core.profile import (
+    SHIPPED,
+    Measured,
+    Profile,
+    Targets,
+    find_profile,
+    load_profile,
+    profile_path,
+    read_profile,
+    write_profile,
+)
+from kvmosaic.models import CATALOG
+from kvmosaic.models.sink_file import load_sink
 
 pytestmark = pytest.mark.usefixtures("default_ratio")
 
@@ -39,7 +51,7 @@ def test_what_is_written_is_read_and_always_the_same(folder):
         kvmosaic="0.1",
     )
     write_profile(profile, profile_path("m"))
-    assert load_profile("m") == SETTINGS
+    assert load_profile(profile_path("m")) == SETTINGS
     first = profile_path("m").read_bytes()
     write_profile(profile, profile_path("m"))
     assert profile_path("m").read_bytes() == first
@@ -49,7 +61,7 @@ def test_what_is_written_is_read_and_always_the_same(folder):
 @pytest.mark.parametrize("model", ["some-model", "org/some-model", "/a/folder/some-model", "some-model/"])
 def test_a_model_is_known_by_the_last_part_of_its_name(written, model):
     assert profile_path(model) == written
-    assert load_profile(model) == SETTINGS
+    assert load_profile(find_profile(model)) == SETTINGS
 
 
 def test_a_folder_may_be_the_current_one(folder, tmp_path, monkeypatch):
@@ -58,7 +70,8 @@ def test_a_folder_may_be_the_current_one(folder, tmp_path, monkeypatch):
 
 
 def test_no_profile_no_settings(folder):
-    assert load_profile("some-model") == {}
+    assert find_profile("some-model") is None
+    assert load_profile(None) == load_profile(profile_path("some-model")) == {}
     assert load_config("some-model", **ON) == load_config(**ON)
 
 
@@ -72,6 +85,36 @@ def test_it_is_below_everything_else(written, tmp_path, monkeypatch):
     # A value counts as given also when it is the default.
     config = load_config("some-model", policy="composite", sink_prefix="bos", **ON)
     assert chosen(config) == {"policy": "composite", "recompute_ratio": 0.3, "sink_prefix": "bos"}
+
+
+def test_a_sink_may_be_named_relative_to_its_profile(folder):
+    write_profile(Profile(**SETTINGS | {"sink_prefix": "learned:a.sink"}), profile_path("some-model"))
+    assert load_config("some-model", **ON).sink_prefix == f"learned:{folder / 'a.sink'}"
+    write_profile(Profile(**SETTINGS | {"sink_prefix": "learned:/b/a.sink"}), profile_path("some-model"))
+    assert load_config("some-model", **ON).sink_prefix == "learned:/b/a.sink"
+
+
+def test_profiles_that_come_with_the_package_are_below_the_users(folder, monkeypatch):
+    usual, [shipped, *_] = load_config(**ON), sorted(SHIPPED.glob("*.yaml"))
+    assert load_config(shipped.stem, **ON) == usual  # because the variable is set
+    monkeypatch.delenv("KVMOSAIC_PROFILES_DIR")
+    monkeypatch.setattr("platformdirs.user_config_dir", lambda name: str(folder.parent))
+    config = load_config(f"/some/folder/{shipped.stem}", **ON)
+    assert chosen(config) == load_profile(shipped)
+    assert (config.policy, config.recompute_ratio) == (usual.policy, usual.recompute_ratio)
+    assert load_config(shipped.stem, sink_prefix="document", **ON).sink_prefix == "document"
+    write_profile(Profile(**SETTINGS), profile_path(shipped.stem))
+    assert chosen(load_config(shipped.stem, **ON)) == SETTINGS
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_profiles_that_come_with_the_package_have_their_sinks(path):
+    profile = read_profile(path)
+    assert profile is not None
+    sink = load_sink(load_profile(path)["sink_prefix"].removeprefix("learned:"))
+    assert profile.model == sink.about.model == path.stem
+    assert path.stem in CATALOG
+    assert sink.about.kl_after < sink.about.kl_before
 
 
 def test_it_is_for_the_chunk_cache_only(written):
@@ -112,15 +155,15 @@ def test_a_broken_one_is_one_line_that_names_it(written, text, reason):
 def test_one_that_cannot_be_read(folder):
     profile_path("some-model").mkdir(parents=True)
     with pytest.raises(ConfigError, match="some-model"):
-        load_profile("some-model")
+        load_profile(profile_path("some-model"))
     profile_path("other").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="other"):
-        load_profile("other")
+        load_profile(profile_path("other"))
 
 
 def test_keys_of_a_later_version_are_no_reason_to_fail(written):
     written.write_text(written.read_text() + "start_up_gate: 3\n")
-    assert load_profile("some-model") == SETTINGS
+    assert load_profile(profile_path("some-model")) == SETTINGS
 
 
 def test_an_error_about_the_policy_says_which_profile_it_is_from(written):

@@ -46,7 +46,7 @@ class Begun(NamedTuple):
 def watch_worker(worker: Any) -> list[int]:
     """Note what is written from now on, and have the store's queue be short; the sink prefix."""
     side = get_kv_transfer_group().worker
-    side.written = []
+    side.written, side.computed_tokens = [], 0
     paged, sink = side.paged, tuple(side.cache.sink)
     place, compute = paged.place, paged.compute
 
@@ -63,6 +63,7 @@ def watch_worker(worker: Any) -> list[int]:
 
     def computing(runs: Any, *rest: Any) -> Any:
         result = compute(runs, *rest)
+        side.computed_tokens += sum(len(run.tokens) for run in runs)
         side.written.append([Written(tuple(run.blocks[0]), run.start, run.end, False) for run in runs])
         return result
 
@@ -71,11 +72,13 @@ def watch_worker(worker: Any) -> list[int]:
     return list(sink)
 
 
-def take_written(worker: Any) -> tuple[list[list[Written]], float]:
-    """What each call wrote since the last time; seconds that this rank was kept waiting so far."""
+def take_written(worker: Any) -> tuple[list[list[Written]], int, float]:
+    """What each call wrote since the last time; how many tokens were computed for that, besides vLLM's own; seconds
+    that this rank was kept waiting so far."""
     side = get_kv_transfer_group().worker
     written, side.written = side.written, []
-    return written, seconds_kept_waiting()
+    computed, side.computed_tokens = side.computed_tokens, 0
+    return written, computed, seconds_kept_waiting()
 
 
 def worker_state(worker: Any) -> dict[str, Any]:
@@ -147,7 +150,9 @@ class BlockWatch:
     def after_step(self) -> list[Begun]:
         """What the step began. Workers load what it needs before vLLM's own forward."""
         ranks = self._llm.collective_rpc(take_written)
-        waits = [seconds for _, seconds in ranks]
+        waits = [seconds for *_, seconds in ranks]
+        if ranks[0][1]:
+            self.planned += f", computed {ranks[0][1]} for these"
         self.kept_waiting += max(now - before for now, before in zip(waits, self._waits or waits, strict=True))
         self._waits = waits
         for together in ranks[0][0]:

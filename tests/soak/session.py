@@ -72,6 +72,8 @@ class RoundOutcome:
     """Seconds of steps that compute as many tokens of plain prompts as a step may."""
     stalls: list[Stall] = field(default_factory=list)
     """The longest ones."""
+    is_plain: bool = False
+    """Whether nobody had chunks, for comparison."""
     problems: list[str] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -103,7 +105,7 @@ class Session:
         llm.collective_rpc(install_disk_faults)
         self._running: dict[str, _Running] = {}
         self._faults = itertools.cycle(self._random.sample(get_args(DiskFault), 3))
-        self._count = self._steps = 0
+        self._count = self._steps = self._rounds = 0
         self._busy = 0.0
         """The engine's clock: seconds that it was busy."""
         core = self._engine.engine_core
@@ -111,8 +113,11 @@ class Session:
         self._disk_fault, self._disk_until = "", 0.0
 
     def round(self, seconds: float, disk_faults: bool) -> RoundOutcome:
-        """Traffic for some seconds, and then until all of it is answered."""
-        outcome = self._outcome = RoundOutcome()
+        """Traffic for some seconds, and then until all of it is answered. In every third round nobody has chunks, so
+        that stalls can be compared with those of vLLM alone on the same machine."""
+        self._rounds += 1
+        outcome = self._outcome = RoundOutcome(is_plain=self._rounds % 3 == 0)
+        self._traffic.is_plain = outcome.is_plain
         if self._random.random() < 0.4:
             self._engine.reset_prefix_cache()
         self._traffic.is_crowded = self._random.random() < 0.5

@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvmosaic.core.token_bytes import Tokenizer
@@ -72,6 +72,8 @@ class Traffic:
     random: random.Random
     is_crowded: bool = False
     """Whether prompts are short and most answers long, so that vLLM runs out of blocks, and preempts."""
+    is_plain: bool = False
+    """Whether all requests are for vLLM alone."""
     _documents: list[list[int]] = field(default_factory=list)
     _open: list[Conversation] = field(default_factory=list)
     """Conversations whose latest answer is there."""
@@ -84,6 +86,10 @@ class Traffic:
 
     def next(self) -> Ask:
         """Another request."""
+        ask = self._drawn()
+        return replace(ask, kind="plain", params={"chunk_cache": False}) if self.is_plain else ask
+
+    def _drawn(self) -> Ask:
         drawn = self.random.random()
         if drawn < 0.20:
             return self._plain()

@@ -329,6 +329,50 @@ def test_clear_forgets_everything_everywhere(tmp_path: Path) -> None:
     assert store.put(make_entry(1))
 
 
+def test_memory_is_emptied_and_the_disk_keeps_its_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are still on their way there."""
+    store, may_write = two_tiers(tmp_path, host=9 * ONE), threading.Event()
+    put = DiskTier.put
+
+    def waiting(tier: DiskTier, entry: ChunkKV) -> int:
+        assert may_write.wait(30)
+        return put(tier, entry)
+
+    monkeypatch.setattr(DiskTier, "put", waiting)
+    entries = [make_entry(number) for number in range(4)]
+    for entry in entries:
+        store.put(entry)
+    store.keep([entries[0].key])
+    store.take_changes()
+    store.empty_memory(lambda key: key != entries[3].key)
+    assert store.get_stats()["current_memory_mb"] * 2**20 == ONE
+    assert store.take_changes() == dict.fromkeys(entry.key for entry in entries[:3])
+    may_write.set()
+    store.flush()
+    assert {info.key: info.tier for info in store.scan()} == {
+        entry.key: "host" if entry is entries[3] else "disk" for entry in entries
+    }
+    assert all(same(find(store, entry).entry, entry) for entry in entries)
+
+
+def test_a_clear_lets_go_of_kept_entries(tmp_path: Path) -> None:
+    store = two_tiers(tmp_path, host=2 * ONE)
+    kept = [make_entry(number) for number in range(2)]
+    for entry in kept:
+        store.put(entry)
+    store.keep([entry.key for entry in kept])
+    assert not store.put(make_entry(5)) or store.peek(make_entry(5).key) is None  # no room in memory
+    store.clear(lambda key: key == kept[0].key)
+    store.put(make_entry(6))
+    assert store.peek(make_entry(6).key) is not None
+    assert store.peek(kept[1].key) is not None
+    store.put(kept[0])  # as new, and not kept any more
+    for number in range(7, 12):
+        store.put(make_entry(number))
+    assert store.peek(kept[0].key) is None
+    assert store.peek(kept[1].key) is not None
+
+
 def test_many_threads(tmp_path: Path) -> None:
     store = two_tiers(tmp_path, host=5 * ONE, disk=20 * (ONE + 2000))
     wrong: list[int] = []

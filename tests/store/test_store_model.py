@@ -86,6 +86,13 @@ class StoreMachine(RuleBasedStateMachine):
         assert not list(self.store.scan())
         self.versions.clear()
 
+    @rule()
+    def empty_memory(self) -> None:
+        self.store.flush()
+        on_disk = {info.key for info in self.store.scan() if self.store._stack.tiers[-1].size(info.key)}
+        self.store.empty_memory()
+        assert {info.key for info in self.store.scan()} == (on_disk if self.budget[1] is not None else set())
+
     @precondition(lambda self: not self.pins)
     @rule()
     def restart(self) -> None:

@@ -10,7 +10,7 @@ import typer
 from kvmosaic.cli.eval import BETWEEN_POLICIES, check_file, check_folder, interruptible, numbers
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.profile import profile_path, sink_path, write_profile
+from kvmosaic.core.profile import load_profile, profile_path, shipped_profile, sink_path, write_profile
 from kvmosaic.core.sink import LEARNED
 
 if TYPE_CHECKING:  # importing it for real takes seconds
@@ -119,10 +119,12 @@ def calibrate(
 
 
 def _default_sinks(model: str) -> list[str]:
-    """The sink prefixes that every model has, after the one that ``kvmosaic tune`` learned for this model: if that is
-    refused, it is refused at once."""
-    learned = sink_path(model).absolute()
-    return [*([f"{LEARNED}{learned}"] if learned.is_file() else []), "bos", "none", "document"]
+    """The sink prefixes that every model has, after the one that ``kvmosaic tune`` learned for this model, or that
+    comes with the package: if that is refused, it is refused at once."""
+    own, every = sink_path(model).absolute(), ["bos", "none", "document"]
+    if own.is_file():
+        return [f"{LEARNED}{own}", *every]
+    return [*(sink for name, sink in load_profile(shipped_profile(model)).items() if name == "sink_prefix"), *every]
 
 
 def _measure(

@@ -18,7 +18,7 @@ from pydantic_settings import (
 
 from kvmosaic.core.admin_key import ADMIN_KEY_VARIABLE, AdminKey
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.profile import PROFILE_SETTINGS, broken, load_profile, profile_path
+from kvmosaic.core.profile import PROFILE_SETTINGS, broken, find_profile, load_profile
 from kvmosaic.core.remote_url import PASSWORD_VARIABLE, RemoteUrl, without_passwords
 from kvmosaic.core.store_key import STORE_KEY_VARIABLE, StoreKey
 
@@ -215,12 +215,13 @@ def load_config(model: str | None = None, **settings: Any) -> ChunkCacheConfig:
     if model is None or not config.enable_chunk_cache or settings.keys() >= set(PROFILE_SETTINGS):
         return config
     # ``model_fields_set`` has the fields that any source set.
-    added = {name: value for name, value in load_profile(model).items() if name not in config.model_fields_set}
+    profile = find_profile(model)
+    added = {name: value for name, value in load_profile(profile).items() if name not in config.model_fields_set}
     if not added:
         return config
-    logger.info("settings from the profile %s: %s", profile_path(model), added)
+    logger.info("settings from the profile %s: %s", profile, added)
     merged = _make(settings | added)
-    merged._profile = profile_path(model)
+    merged._profile = profile
     merged._from_profile = frozenset(added)
     return merged
 

@@ -9,9 +9,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.sink import LEARNED
 
 PROFILE_SETTINGS = ("policy", "recompute_ratio", "sink_prefix")
 """The settings in a profile. Its other fields record how they were found."""
+
+SHIPPED = Path(__file__).parent.parent / "profiles"
+"""Folder of the profiles that come with the package, for models of the catalog."""
 
 _HEADER = (
     "# Written by kvmosaic calibrate or tune: default settings for this model. All other settings override them.\n"
@@ -69,10 +73,28 @@ def sink_path(model: str) -> Path:
     return profile_path(model).with_suffix(".sink.safetensors")
 
 
-def load_profile(model: str) -> dict[str, Any]:
-    """The settings in the profile of ``model``; none when there is no such file."""
-    profile = read_profile(profile_path(model))
-    return {} if profile is None else {name: getattr(profile, name) for name in PROFILE_SETTINGS}
+def shipped_profile(model: str) -> Path | None:
+    """The profile of ``model`` that comes with the package, if there is one and KVMOSAIC_PROFILES_DIR is not set."""
+    path = SHIPPED / f"{profile_name(model)}.yaml"
+    return path if path.exists() and not os.environ.get("KVMOSAIC_PROFILES_DIR") else None
+
+
+def find_profile(model: str) -> Path | None:
+    """The file with the profile of ``model``: the user's, or else the one that comes with the package."""
+    path = profile_path(model)
+    return path if os.path.lexists(path) else shipped_profile(model)
+
+
+def load_profile(path: Path | None) -> dict[str, Any]:
+    """The settings in a profile; none when there is no such file. The path of a learned sink may be relative to the
+    profile's folder."""
+    profile = None if path is None else read_profile(path)
+    if path is None or profile is None:
+        return {}
+    settings = {name: getattr(profile, name) for name in PROFILE_SETTINGS}
+    if profile.sink_prefix.startswith(LEARNED):
+        settings["sink_prefix"] = LEARNED + str(path.parent / profile.sink_prefix.removeprefix(LEARNED))
+    return settings
 
 
 def read_profile(path: Path) -> Profile | None:

@@ -1,7 +1,9 @@
 """The chunk cache of an engine: keys, lookups, storing."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ from kvmosaic.store import ChunkStorageManager, open_store
 ANY_LENGTH = 0
 """Prompt length for engines whose rotary tables do not depend on it."""
 FINGERPRINTS_REMEMBERED = 64
+MAX_TOKENS = 2**24
+"""Number of tokens that no chunk has, for models without a limit of positions."""
 Fingerprint = Callable[[int], str | None]
 """Identifies what the KV of chunks depends on besides their tokens, in prompts of a given number of tokens; ``None``
 when KV made for such a prompt is valid for no other."""
@@ -97,6 +101,15 @@ class ChunkCache:
         if self._max_positions is not None and alone > self._max_positions:
             return False
         return alone <= length or self._made_by(alone) == self._made_by(length)
+
+    @cached_property
+    def max_stored_tokens(self) -> int | None:
+        """Number of tokens of the longest chunk that the store has room for; ``None`` without a limit."""
+        room = self.store.max_entry_bytes
+        if room is None:
+            return None
+        most = MAX_TOKENS if self._max_positions is None else self._max_positions
+        return bisect_right(range(1, most + 1), room, key=self.document_format.nbytes)
 
     def context_of(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
         """The tokens that the chunks of this prompt are computed after."""
@@ -224,6 +237,10 @@ class ChunkCache:
         """Drop this model's and tenant's entries from every tier; others in a shared directory stay. Slow tiers
         delete them in the background."""
         self.store.clear(self._is_own)
+
+    def empty_memory(self) -> None:
+        """Drop this model's and tenant's entries from memory. Disks and remote stores keep theirs."""
+        self.store.empty_memory(self._is_own)
 
     def _is_own(self, key: ChunkKey) -> bool:
         return (key.model, key.tenant) == (self._model, self._config.tenant)

@@ -163,6 +163,13 @@ class ChunkStorageManager:
             queued = below and stack.enqueue(entry, level=1)
             return taken or queued
 
+    @property
+    def max_entry_bytes(self) -> int | None:
+        """Size of the largest entry that some tier has room for, if all others are evicted; ``None`` without a
+        limit."""
+        capacities = [tier.capacity for tier in self._stack.tiers]
+        return None if None in capacities else max(capacity for capacity in capacities if capacity is not None)
+
     def wait_for_room(self) -> None:
         """Wait until more can be put without being dropped, as long as writing makes progress. For bulk fills of
         documents, not for an engine's steps."""
@@ -193,6 +200,11 @@ class ChunkStorageManager:
             kept = set(keys) & self._kept
             self._known.unpin(kept)
             self._kept -= kept
+
+    def let_go_of(self, matching: Callable[[ChunkKey], bool]) -> None:
+        """Undo :meth:`keep` for all keys that are ``matching``."""
+        with self._lock:
+            self.let_go([key for key in self._kept if matching(key)])
 
     def take_changes(self) -> dict[ChunkKey, str | None]:
         """Keys that were added, moved or removed since the last call (at the first call: all keys), each with the
@@ -229,10 +241,16 @@ class ChunkStorageManager:
         self._stack.clearing.clear(OneOf(frozenset(doomed)))
 
     def clear(self, matching: Callable[[ChunkKey], bool] = lambda key: True) -> None:
-        """Remove the entries whose key is ``matching``, by default all, from all tiers, including pinned ones. They
-        are not found from now on. Slower tiers delete them later, see :meth:`flush`; a tier that is down does so when
-        it is back. Files that were set aside stay."""
+        """Remove the entries whose key is ``matching``, by default all, from all tiers, including pinned ones, and
+        undo :meth:`keep` for them. They are not found from now on. Slower tiers delete them later, see :meth:`flush`;
+        a tier that is down does so when it is back. Files that were set aside stay."""
+        self.let_go_of(matching)
         self._stack.clearing.clear(matching)
+
+    def empty_memory(self, matching: Callable[[ChunkKey], bool] = lambda key: True) -> None:
+        """Remove the entries whose key is ``matching``, by default all, from memory, including pinned ones. Slower
+        tiers keep their copies, and entries that are queued for them are still written."""
+        self._stack.empty_memory(matching)
 
     def flush(self) -> None:
         """Wait until all entries put so far are in the slower tiers or were refused there, and cleared ones are

@@ -9,6 +9,7 @@ from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import TIER_ERRORS, Tier
 from kvmosaic.store.clearing import Clearing
+from kvmosaic.store.due_clears import Matching
 from kvmosaic.store.known_tiers import KnownTiers
 from kvmosaic.store.tiers.host import HostTier, in_host_memory
 from kvmosaic.store.writer import BackgroundWriter
@@ -94,6 +95,20 @@ class TierStack:
             if tier.is_up and (policy is None or policy.can_hold(tier.nbytes(entry))):
                 return True
         return False
+
+    def empty_memory(self, matching: Matching) -> None:
+        """Remove the entries whose key is ``matching`` from memory only. Those that are queued for slower tiers are
+        still written there."""
+        with self.lock:
+            for tier in self.tiers:
+                if tier.is_slow:
+                    continue
+                held = [key for key, record in self.index if tier.name in record.nbytes and matching(key)]
+                for key in held:
+                    self.known.drop(tier, key)
+                    if not self.writer.outlives(key):
+                        self._note_drop(1)
+                self.known.delete(tier, held)
 
     def flush(self) -> None:
         """Wait until all queued entries are in the slower tiers or were refused, as long as there is progress."""

@@ -1,6 +1,7 @@
 """A learned sink in the embedded engine. One that has the numbers of a text must give what the text gives."""
 
 import random
+from statistics import fmean
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.learned_sink import LearnedSink, SinkAbout
 from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.hf.chat import chat_prompt, messages_about
 from kvmosaic.engines.hf.request_kv import CapturedKV
+from kvmosaic.eval.metrics import kl_per_token
 from kvmosaic.eval.plan import make_plan
 from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.hf import LLM
@@ -117,3 +120,25 @@ def test_chunks_behind_a_system_prompt_have_no_sink(tmp_path):
     [item] = llm.chunk_cache.find_or_fill([chunk], system, 60)
     for ours, theirs in zip(kv_of(item.entry), llm.engine.fill(system, [chunk], 60)[0], strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("gemma-3-270m", marks=pytest.mark.long)])
+def test_the_sink_that_comes_with_the_package_is_the_default_and_better_than_the_text(name, monkeypatch, tmp_path):
+    """Mean KL of the next token to a full prefill, over a few prompts, with nothing recomputed."""
+    monkeypatch.delenv("KVMOSAIC_PROFILES_DIR")
+    monkeypatch.setattr("platformdirs.user_config_dir", lambda _: str(tmp_path))
+    kl = {}
+    for given in ({}, {"sink_prefix": "document"}):
+        found = []
+        with LLM(name, dtype="float32", **SETTINGS, **given) as llm:
+            for example in synthetic(6, 0, 1):
+                messages = messages_about(example.system, example.chunks, example.question)
+                prompt = llm.parser.parse_named(chat_prompt(llm.tokenizer, messages).token_ids, example.chunks).prompt
+                with llm.engine.session():
+                    full, ours = llm.full_prefill(prompt), llm.assemble(prompt, 0.0)
+                    found += kl_per_token(full.logits[None], ours.logits[None])
+            kl[llm.config.sink_prefix] = fmean(found)
+    print(kl)
+    learned, text = kl
+    assert learned.startswith("learned:")
+    assert kl[learned] < 0.9 * kl[text]

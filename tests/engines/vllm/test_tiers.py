@@ -21,6 +21,7 @@ from tests.engines.vllm.helpers import (
     forget,
     forget_fast_copies,
     greedy,
+    note_fills,
     note_loads,
     note_placed,
     note_readers,
@@ -32,6 +33,7 @@ from tests.engines.vllm.helpers import (
     slowest_tier,
     start,
     store,
+    waiting_fills,
     worker_side,
 )
 
@@ -94,6 +96,17 @@ def test_a_slow_disk_stalls_nobody_else(llm, may_read):
                 order.append(output.request_id)
                 may_read.set()
     assert order == ["runs", "waits"]
+
+
+def test_a_reset_empties_memory_and_leaves_the_disk_to_others(llm):
+    """vLLM resets the connector when it goes to sleep. The scheduler learns again what the disk has."""
+    answer(llm, [prompt("You are helpful.", DOCUMENTS)])
+    assert store().get_stats()["current_memory_mb"] > 0
+    assert llm.reset_prefix_cache(reset_connector=True)
+    plain(llm, ["Hello, this is"])
+    assert store().get_stats()["current_memory_mb"] == 0
+    [output] = answer(llm, [prompt("After the reset.", DOCUMENTS)], report=True)
+    assert [chunk["tier"] for chunk in report(output)["chunks"]] == ["disk"] * len(DOCUMENTS)
 
 
 def test_no_step_reads_the_disk_itself(llm, monkeypatch):
@@ -198,6 +211,26 @@ def test_no_room_in_the_fastest_tier(llm):
             same(answer(llm, [text], recompute_ratio=1.0)[0], plain(llm, [text])[0])
             first, second = (answer(llm, [prompt(system, documents[at : at + 4])])[0] for system in ("A.", "A."))
             same(second, first)
+
+
+@pytest.mark.parametrize("policy", ["background", "fill-first"])
+def test_a_document_that_is_too_long_for_the_store_is_text_of_its_prompts(tiny_text, policy, monkeypatch):
+    llm = start(tiny_text, **OPTIONS | {"miss_policy": policy, "host_memory": "512KiB"})
+    long = " ".join(DOCUMENTS * 3)
+    short = DOCUMENTS[0]
+    longest = worker_side().cache.max_stored_tokens
+    encode = llm.get_tokenizer().encode
+    assert len(encode(short)) < longest < len(encode(long))
+    filled = note_fills(monkeypatch)
+    for number in range(3):
+        text = prompt(f"You are number {number}.", [short, long])
+        [output] = answer(llm, [text], report=True)
+        assert len(report(output)["chunks"]) == 2
+    same(answer(llm, [prompt("Another one.", [long])])[0], plain(llm, [prompt("Another one.", [long])])[0])
+    [only] = [len(tokens) for _, chunks in filled for tokens in chunks.values()]
+    assert only <= longest
+    assert worker_side()._filler._half_filled is None  # nor in slices
+    assert waiting_fills(llm) == 0
 
 
 def test_a_full_disk(llm):

@@ -20,6 +20,7 @@ from tests.engines.vllm.helpers import (
     report,
     start,
     statuses,
+    store,
     worker_side,
 )
 from tests.engines.vllm.processes import EngineApart
@@ -117,11 +118,14 @@ def test_kv_of_other_weights_is_not_served(tiny_llama, folders, prompts, change,
     with_others = answers(start(other, **SETTINGS), prompts)
     llm = start(tiny_llama, **SETTINGS)
     before = answers(llm, prompts)
+    pinned = [info.key.content_hash.hex() for info in store().scan()]
+    assert all(llm.collective_rpc("chunk_cache_keep", args=(digest, True)) == [1] for digest in pinned)
     assert [exact(output)[0] for output in before] != [exact(output)[0] for output in with_others]
 
     change(other)(llm)
     assert llm.reset_prefix_cache()
     all_close(answers(llm, prompts), with_others)
+    assert not any(info.pinned for info in store().scan())  # with the old weights, nobody could name them
     hits = llm.get_stats()["cache_hits"]
     all_close(answers(llm, prompts), with_others)
     assert llm.get_stats()["cache_hits"] > hits

@@ -14,7 +14,7 @@ from kvmosaic.blend import policy_named
 from kvmosaic.cli.doctor.row import GIB, Row, reason
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.profile import load_profile, profile_path
+from kvmosaic.core.profile import find_profile, load_profile
 from kvmosaic.core.sink import LEARNED
 from kvmosaic.models.sink_file import load_sink
 
@@ -36,7 +36,8 @@ def load_settings() -> tuple[ChunkCacheConfig, Row]:
 
 def profile(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
     """The model's profile, and which of its settings are used because nothing else sets them."""
-    path, found = profile_path(model), load_profile(model)
+    path = find_profile(model)
+    found = load_profile(path)
     if not found:
         yield Row(
             "profile", "ok", f"none, your settings and the defaults are used; kvmosaic calibrate {model} makes one"
@@ -57,7 +58,7 @@ def profile(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
 def learned_sink(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:
     """The sink that was learned for the model, if its settings name one. Only an engine can tell whether the sink is
     really this model's."""
-    found = {} if "sink_prefix" in settings.model_fields_set else load_profile(model)
+    found = {} if "sink_prefix" in settings.model_fields_set else load_profile(find_profile(model))
     setting = found.get("sink_prefix", settings.sink_prefix)
     if not setting.startswith(LEARNED):
         return

@@ -87,7 +87,7 @@ class ChunkConnector(KVConnectorBase_V1):
         return False, self.scheduler.finished(request)
 
     def reset_cache(self) -> bool:
-        self.scheduler.clear()
+        self.scheduler.empty_memory()
         return True
 
     # --- worker side

@@ -158,8 +158,8 @@ class StepWork(KVConnectorMetadata):
     """Requests that no longer need the entries that were fetched for them."""
     missed: list[tuple[bytes, int]] = field(default_factory=list)
     """Chunks that were not stored, of requests that are served plainly: content hash and number of tokens of each."""
-    clear: bool = False
-    """Whether to forget all chunks first."""
+    empties_memory: bool = False
+    """Whether to forget all entries in memory first. Disks and remote stores keep theirs."""
     weights: int = 0
     """Number of weight changes that the scheduler knew of when it planned this step."""
 
@@ -205,6 +205,8 @@ class RankReport:
     weights_digest: str = ""
     """Digest of the weights, equal in all engines that have the same weights."""
     tiers: TiersInUse = "all"
+    max_stored_tokens: int | None = None
+    """Number of tokens of the longest chunk that its store has room for; ``None`` without a limit."""
     recomputed: dict[str, list[list[int]]] = field(default_factory=dict)
     """Start and end of the recomputed tokens, by request whose load is reported."""
     adapters: dict[int, bytes] = field(default_factory=dict)

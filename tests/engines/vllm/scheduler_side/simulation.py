@@ -249,9 +249,9 @@ class Workers:
 
     def _step(self, work: StepWork, tables: dict[str, list[int]]) -> None:
         """In the order of ``WorkerSide.step``."""
-        if work.clear:
-            for digest in list(self.store):
-                self.put(digest, None)
+        if work.empties_memory:
+            for digest, tier in list(self.store.items()):
+                self.put(digest, tier if tier == "disk" else None)  # the scheduler knows of none any more
         for save in work.prefix_saves:
             self._save(save)
         self.pinned.difference_update(work.released)

@@ -323,6 +323,6 @@ def test_what_waits_for_adapters_is_limited(monkeypatch, clock):
     assert len(side.scheduler._backlog) == 4
     side.run("other")
     assert side.counts("dropped_fills") == {"": 2}
-    side.scheduler.clear()
+    side.scheduler.empty_memory()
     assert not len(side.scheduler._backlog)
     assert side.scheduler._backlog._idle._weight == 0

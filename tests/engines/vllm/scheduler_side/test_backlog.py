@@ -429,9 +429,9 @@ def test_the_slowest_rank_counts():
 
 @pytest.mark.parametrize(
     ("scheduled", "loaded", "expected"),
-    [(0, 0, 1000), (2000, 0, 1000), (2000, 500, 500), (2000, 900, 250), (1500, 900, 600), (2000, 1900, 250)],
+    [(0, 0, 1000), (2000, 0, 500), (1500, 500, 500), (2000, 500, 250), (1000, 900, 600), (2000, 1900, 250)],
 )
-def test_a_step_computes_no_more_than_one_and_a_half_full_ones_would(scheduled, loaded, expected):
+def test_a_step_computes_no_more_than_one_and_a_quarter_full_ones_would(scheduled, loaded, expected):
     """But an eighth of a step is always filled, or nothing might ever be.
 
     ``loaded``: tokens that a request brings with it which is loaded in the same step."""

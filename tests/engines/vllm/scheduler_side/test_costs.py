@@ -6,7 +6,7 @@ import pytest
 
 from kvmosaic.core.config import load_config
 from kvmosaic.engines.vllm.messages import Line, RankReport
-from kvmosaic.engines.vllm.scheduler_side.admission import TRIAL_SHARE, Admission, Judge
+from kvmosaic.engines.vllm.scheduler_side.admission import LOAD_SHARE, TRIAL_SHARE, Admission, Judge
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
@@ -275,11 +275,11 @@ def test_emptying_the_store_empties_the_backlog_and_what_is_known():
     side.store(FIRST)
     request = side.add(ask_about(FIRST, SECOND))
     assert side.matched(request) == 100
-    side.scheduler.clear()
+    side.scheduler.empty_memory()
     work = side.run()
-    assert work.clear
+    assert work.empties_memory
     assert not work.fills
-    assert not side.step().clear
+    assert not side.step().empties_memory
     assert not side.scheduler._mirror.has(digest_of(FIRST))
     other = side.add(ask_about(FIRST, name="other"))
     assert side.matched(other) == 0
@@ -302,11 +302,11 @@ def test_the_lengths_these_tests_count_with():
         ("kv-deviation(layers=2)", 10, True),
     ],
 )
-def test_a_choice_that_takes_more_than_half_a_step_is_not_made_while_others_wait(policy, gap, is_plain):
+def test_a_choice_that_takes_more_of_a_step_than_loads_may_is_not_made_while_others_wait(policy, gap, is_plain):
     """Text before the question is computed first, in one go, and chunks through some layers."""
     chunks = [text(1, 40), text(2, 40)]
     for is_alone in (True, False):
-        side = Side(shape={"step_tokens": 64})
+        side = Side(shape={"step_tokens": round(32 / LOAD_SHARE)})
         side.store(*chunks)
         tokens = [*chunks[0], *text(3, gap), *chunks[1], *QUESTION]
         edges = [(0, 0), (0, 40), (40 + gap, 80 + gap), (80 + gap, len(tokens))]

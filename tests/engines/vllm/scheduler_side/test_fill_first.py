@@ -40,6 +40,22 @@ def test_little_is_filled_at_once_beside_others():
     assert side.matched(request) == 20 + STEP // 2 - 4
 
 
+def test_nobody_waits_for_a_chunk_that_the_store_has_no_room_for():
+    """It would be filled again for every request, in vain."""
+    side, long = busy_side(), text(5, 3 * STEP)
+    side.report(max_stored_tokens=3 * STEP - 1)
+    request = side.add(ask_about(FIRST, long))
+    assert side.matched(request) is None  # for the first one
+    while not (done := filled(side.run())):
+        pass
+    assert done == [digest_of(FIRST)]
+    side.store(FIRST)
+    assert side.matched(request) == 20 + len(FIRST) + 3 * STEP
+    side.give(request, 20 + len(FIRST) + 3 * STEP)
+    work = side.run()
+    assert ([load.is_sliced for load in work.loads], filled(work), work.fill_slice) == ([True], [], None)
+
+
 def test_much_is_filled_in_steps_that_others_can_wait_for():
     side = busy_side()
     request = side.add(ask_about(FIRST, SECOND))

@@ -361,7 +361,7 @@ class Lives(RuleBasedStateMachine):
         elif kind in ("cheap", "dear"):
             workers.costs = {"blend": Line(0, 1.0), "remap": Line(0, 0.001 if kind == "cheap" else 3.0)}
         elif kind == "empty":
-            engine.ours.clear()
+            engine.ours.empty_memory()
         elif kind == "forget":
             engine.vllm.reset_prefix_cache()
 

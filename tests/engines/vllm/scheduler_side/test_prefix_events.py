@@ -119,7 +119,7 @@ def test_an_emptied_store_takes_everything_back():
     computed(side)
     side.report(dict.fromkeys(DIGESTS[:2], "host"))
     said = [name for event in side.scheduler.prefixes.take_events() for name in event.block_hashes]
-    side.scheduler.clear()
+    side.scheduler.empty_memory()
     events = side.scheduler.prefixes.take_events()
     assert all(isinstance(event, BlockRemoved) and event.medium == MEDIUM for event in events)
     assert [name for event in events for name in event.block_hashes] == said

@@ -151,9 +151,9 @@ def test_an_emptied_store_gets_what_runs_anew(is_finished):
     if is_finished:
         request.num_computed_tokens = 2 * SEGMENT
         side.scheduler.finished(request)
-    side.scheduler.clear()
+    side.scheduler.empty_memory()
     work = side.step(scheduled={"plain": 1}, computed={"plain": 2 * SEGMENT})
-    assert work.clear
+    assert work.empties_memory
     starts = [start for save in work.prefix_saves for start, _ in save.segments]
     assert starts == ([] if is_finished else [0, SEGMENT])
 

@@ -3,10 +3,13 @@
 import pytest
 
 from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.scheduler_side.admission import LOAD_SHARE
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, text
 
 HALF = {"recompute_ratio": 0.5, "policy": "random"}
 """60 of the 100 tokens before the question are computed: 20 of the system prompt, 40 of chunks."""
+WIDE = round(STEP / LOAD_SHARE)
+"""Tokens of a step in which loads may take the time of 64."""
 ALL = {"recompute_ratio": 1.0}
 """All 100 tokens are computed: more than a step has."""
 
@@ -26,8 +29,8 @@ def admitted(side, name, **params):
     return matched
 
 
-def test_a_step_has_room_for_half_as_many_tokens_as_vllm_computes_in_one():
-    side = stored(shape={"step_tokens": 2 * STEP})
+def test_a_step_has_room_for_a_share_of_the_tokens_that_vllm_computes_in_one():
+    side = stored(shape={"step_tokens": WIDE})
     assert [admitted(side, name) for name in "abcd"] == [100, 100, 100, None]  # 20 tokens each, of 64
     side.step()
     assert admitted(side, "e") == 100
@@ -39,14 +42,14 @@ def test_a_step_has_room_for_half_as_many_tokens_as_vllm_computes_in_one():
         ({}, {"remap": Line(0, 0.25)}, 1),  # 80 tokens are placed in the time of 20
         ({}, {"remap": Line(5, 0)}, 2),
         ({}, {"blend": Line(0, 1)}, 3),
-        ({}, {"blend": Line(32, 0.75)}, 1),  # of the 128 s of a full step, a pass takes 32 in any case
+        ({}, {"blend": Line(40, 0.75)}, 1),  # of the 160 s of a full step, a pass takes 40 in any case
         ({}, {"probe": Line(20, 0)}, 3),  # nothing is chosen
         ({"recompute_ratio": 0.1, "policy": "composite"}, {"probe": Line(5, 0)}, 1),
         ({"recompute_ratio": 0.1, "policy": "random"}, {"probe": Line(5, 0)}, 2),
     ],
 )
 def test_placing_and_choosing_take_room_as_they_were_measured(params, costs, count):
-    side = stored(shape={"step_tokens": 2 * STEP})
+    side = stored(shape={"step_tokens": WIDE})
     side.report(costs={"blend": Line(0, 1), "remap": Line(0, 0), **costs})
     assert [admitted(side, name, **params) for name in "abcd"] == [100] * count + [None] * (4 - count)
 
@@ -69,7 +72,7 @@ def test_the_first_request_of_a_step_is_admitted_whatever_its_size():
 
 
 def test_room_is_taken_by_those_that_got_blocks_not_by_those_that_asked():
-    side = stored(shape={"step_tokens": 2 * STEP})
+    side = stored(shape={"step_tokens": WIDE})
     for name in "abcde":
         assert side.matched(side.add(ask_about(FIRST, SECOND, name=name, **HALF))) == 100
 
@@ -96,13 +99,13 @@ def running(**settings):
     [
         ({"recompute_ratio": 0.0}, 0),
         (HALF, 0),
-        (ALL, 127),  # and a token of the other's
-        ({"recompute_ratio": 0.5, "policy": "composite"}, 107),  # which has the system prompt computed first
+        (ALL, WIDE - 1),  # and a token of the other's
+        ({"recompute_ratio": 0.5, "policy": "composite"}, WIDE - 21),  # which has the system prompt computed first
         ({"recompute_ratio": 0.1, "policy": "composite"}, 0),
     ],
 )
-def test_what_takes_longer_than_half_a_step_is_loaded_in_slices_while_others_run(params, slice_tokens):
-    side = running(miss_policy="fill-first", shape={"step_tokens": 2 * STEP})
+def test_what_takes_longer_than_that_share_of_a_step_is_loaded_in_slices_while_others_run(params, slice_tokens):
+    side = running(miss_policy="fill-first", shape={"step_tokens": WIDE})
     request = side.add(ask_about(FIRST, SECOND, **params))
     assert side.ask(request) == (100, slice_tokens > 0)
     side.give(request, 100)
@@ -115,15 +118,15 @@ def test_what_takes_longer_than_half_a_step_is_loaded_in_slices_while_others_run
 def test_a_choice_takes_a_pass_of_its_own(seconds, is_long):
     """Of the 64 tokens that loads may take, 48 are computed: the system prompt twice, and 8 of chunks. A pass that
     takes as long as 9 tokens leaves 55, and the choice takes another."""
-    side = running(shape={"step_tokens": 2 * STEP})
-    side.report(costs={"blend": Line(seconds, 1 - seconds / (2 * STEP))})
+    side = running(shape={"step_tokens": WIDE})
+    side.report(costs={"blend": Line(seconds, 1 - seconds / (WIDE))})
     request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0.1, policy="composite"))
     assert side.ask(request) == (100, is_long)
 
 
 def test_nothing_is_computed_again_for_requests_that_have_to_wait(monkeypatch):
     """vLLM asks about all of them in every step."""
-    side = running(shape={"step_tokens": 2 * STEP})
+    side = running(shape={"step_tokens": WIDE})
     choosing = {"recompute_ratio": 0.1, "policy": "composite"}
     waiting = [side.add(ask_about(FIRST, SECOND, name=name, **choosing)) for name in "bcdef"]
     side.begin(side.add(ask_about(FIRST, SECOND, name="a", **HALF)))

@@ -9,6 +9,17 @@ def report(mirror, rank, fastest="host", **changes):
     mirror.update(RankReport(rank=rank, fastest=fastest, changes=changed, fetched=[], costs={}, is_off=False))
 
 
+def test_a_chunk_can_be_stored_if_every_rank_has_room_for_it():
+    mirror = StoreMirror(2)
+    assert mirror.can_store(10**9)
+    for rank, most in enumerate((None, 100)):
+        report = RankReport(
+            rank=rank, fastest="host", changes={}, fetched=[], costs={}, is_off=False, max_stored_tokens=most
+        )
+        mirror.update(report)
+    assert (mirror.can_store(100), mirror.can_store(101)) == (True, False)
+
+
 def test_it_is_complete_when_every_rank_has_told():
     mirror = StoreMirror(2)
     report(mirror, 1)

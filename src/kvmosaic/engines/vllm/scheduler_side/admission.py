@@ -17,15 +17,15 @@ FILL_SHARE = 0.5
 LEAST_FILL_SHARE = 0.125
 """Share of a step's tokens that it may always fill, however long that takes. Otherwise nothing might ever be
 filled."""
-LOAD_SHARE = 0.5
+LOAD_SHARE = 0.4
 """Share of a full prefill step's time that a step may spend on loads, whatever vLLM computes in it."""
 LEAST_SLICE_SHARE = 0.25
 """Minimum share of a step's tokens that it computes for a request in slices, whatever else the step does."""
 MAX_PASS_SHARE = 0.25
 """Maximum share of a step's tokens that one more pass counts as: the measured line of costs is rough."""
-LONGEST_STEP = 1.5
-"""Maximum planned time of a step, in full prefill steps. Predictions can be wrong, and no request should wait for two
-full steps."""
+LONGEST_STEP = 1.25
+"""Maximum planned time of a step with background fills, in full prefill steps. Predictions can be wrong, and no
+request should wait for two full steps."""
 
 
 class Judge:

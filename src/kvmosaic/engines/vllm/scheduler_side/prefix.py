@@ -202,7 +202,7 @@ class PrefixScheduler:
         self._finished += self._complete(exact, request.num_computed_tokens, tables.blocks(request.request_id))
 
     def clear(self) -> None:
-        """The workers forget everything. Segments of running requests are saved again."""
+        """The workers empty their memory. Segments of running requests are saved again."""
         self._finished.clear()
         if self._events is not None:
             self._events.clear()

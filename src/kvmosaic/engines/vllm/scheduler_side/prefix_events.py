@@ -103,8 +103,8 @@ class PrefixEvents:
             self._announce(digest, self._expected.pop(digest))
 
     def clear(self) -> None:
-        """The store is emptied, so all segments are withdrawn. vLLM's event for that would also cover its own
-        blocks."""
+        """Memory is emptied, so all segments are withdrawn; those that slower tiers keep are announced again when
+        requests have them. vLLM's event for an empty cache would also cover its own blocks."""
         self._expected.clear()
         for digest in list(self._announced):
             self._take_back(digest)

@@ -95,7 +95,7 @@ class ChunkScheduler:
             self._requests[request.request_id] = planned
             BlockSalts(request).add(planned.salts(self._shape))
             if self._config.miss_policy != "never":
-                self._backlog.add(to_fill)
+                self._backlog.add(chunk for chunk in to_fill if self._mirror.can_store(len(chunk.tokens)))
             return
         if planned is Fallback.LORA:
             self._adapters.plan_later(request, params)
@@ -200,13 +200,14 @@ class ChunkScheduler:
         self._tables.start_early(step, work)
         return work
 
-    def clear(self) -> None:
-        """Have the workers forget all chunks."""
+    def empty_memory(self) -> None:
+        """Have the workers forget all entries in memory. vLLM asks for this, also when it goes to sleep, which is no
+        reason to delete what other engines share."""
         self._mirror.clear()
         if self._pool is not None:
             self._backlog.clear(self._pool)
         self.prefixes.clear()
-        self._work.clear = True
+        self._work.empties_memory = True
 
     def update(self, report: StepReport) -> None:
         """Process the workers' report."""

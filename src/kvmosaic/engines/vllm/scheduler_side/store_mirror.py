@@ -14,6 +14,8 @@ class StoreMirror:
         self._in_use: dict[int, TiersInUse] = {}
         """Tiers in use, by rank that has reported."""
         self._has_failed = False
+        self._max_tokens: dict[int, int | None] = {}
+        """Tokens of the longest chunk that can be stored, by rank that has reported."""
 
     @property
     def is_complete(self) -> bool:
@@ -33,7 +35,7 @@ class StoreMirror:
         return Fallback.WEIGHTS if "none" in self._in_use.values() else None
 
     def clear(self) -> None:
-        """Forget all entries, as all ranks are about to do."""
+        """Forget all entries, until all ranks have listed theirs again."""
         for tiers in self._tiers:
             tiers.clear()
 
@@ -42,6 +44,7 @@ class StoreMirror:
         self._fastest.add(report.fastest)
         self._in_use[report.rank] = report.tiers
         self._has_failed |= report.is_off
+        self._max_tokens[report.rank] = report.max_stored_tokens
         tiers = self._tiers[report.rank]
         if report.is_all:
             tiers.clear()
@@ -54,6 +57,10 @@ class StoreMirror:
     def has(self, digest: bytes) -> bool:
         """Whether every rank has an entry."""
         return self.tier(digest) is not None
+
+    def can_store(self, tokens: int) -> bool:
+        """Whether every rank's store has room for a chunk of so many tokens."""
+        return all(most is None or tokens <= most for most in self._max_tokens.values())
 
     def is_near(self, digest: bytes) -> bool:
         """Whether every rank has an entry in its fastest tier, so that nothing has to be fetched."""

@@ -131,9 +131,10 @@ class WaitingRoom:
         return bool(request.lacking)
 
     def _missing(self, request: ChunkRequest, local: int = 0) -> Iterator[WaitingChunk]:
-        """The chunks of a request behind the first ``local`` tokens that are not stored and can be filled."""
+        """The chunks of a request behind the first ``local`` tokens that are not stored and can be filled and
+        stored."""
         longest = self._shape.max_positions - len(request.context)
         for span, digest in request.chunks_from(local):
-            if len(span) <= longest and not self._mirror.has(digest):
+            if len(span) <= longest and self._mirror.can_store(len(span)) and not self._mirror.has(digest):
                 tokens = request.prompt.tokens_of(span)
                 yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter)

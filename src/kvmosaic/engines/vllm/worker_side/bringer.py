@@ -165,8 +165,11 @@ class Bringer:
         ]
         room = min(len(row) * size for row, size in zip(blocks, sizes, strict=True))
         fitting: dict[ChunkKey, tuple[int, ...]] = {}
+        longest = self._cache.max_stored_tokens
         for segment in missing:
             tokens, context = segment.tokens, segment.context
+            if longest is not None and len(tokens) > longest:
+                continue  # as ordinary text, it is computed once and exactly
             # vLLM's prefix cache may hold so much of the prompt that the rest has too few blocks.
             if len(context) + len(tokens) <= room and self._cache.fits(len(tokens), context):
                 fitting[segment.key] = tokens

@@ -44,6 +44,10 @@ class StoredDocuments:
             self._cache.store.let_go(keys)
         return len(keys)
 
+    def let_go_of_outdated(self) -> None:
+        """Stop protecting entries that this rank cannot serve any more. Administrators cannot name them."""
+        self._cache.store.let_go_of(lambda key: not self._cache.makes(key))
+
     def delete(self, digest: str) -> int:
         """Delete entries from all tiers. Returns their number."""
         keys = self.keys(digest)

@@ -1,7 +1,7 @@
 """The worker's side as a whole: its parts, the order of a step, its reports."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -157,12 +157,14 @@ class WorkerSide:
         if self.names.have_changed():
             self.blender.clear()
             self._filler.forget()
+            self.documents.let_go_of_outdated()
             self._tells_all = True
         # Work that was planned before the scheduler heard of new weights may rely on KV of the old ones.
         is_stale = work.weights != self.weights.changes
         is_closed = self.names.tiers == "none"
-        if work.clear:
-            self.clear()
+        if work.empties_memory:
+            self._forget(self.cache.empty_memory)
+            self._tells_all = True  # slower tiers may still have entries
         if not is_stale and not is_closed:
             self.prefixes.save(work.prefix_saves)  # before everything that may write to the same blocks
         for missed in work.missed:
@@ -187,11 +189,14 @@ class WorkerSide:
             self._filler.fill_in_background(work.fills, work.fill_slice)
 
     def clear(self) -> None:
-        """Forget all chunks of this model and tenant."""
+        """Delete all entries of this model and tenant, from every tier."""
+        self._forget(self.cache.clear)
+
+    def _forget(self, forget: Callable[[], None]) -> None:
         self.blender.clear()
         self.fetcher.clear()
         try:
-            self.cache.clear()
+            forget()
         except Exception:  # entries that are left are still valid
             logger.exception("could not forget all chunks")
             self.stats.failed("clear")
@@ -247,6 +252,7 @@ class WorkerSide:
                     weights=self.weights.changes,
                     weights_digest=self.weights.digest,
                     tiers=self.names.tiers,
+                    max_stored_tokens=self.cache.max_stored_tokens,
                     recomputed=recomputed if self.ranks.rank == 0 else {},
                     adapters=adapters,
                     is_all=is_all,
