@@ -174,7 +174,10 @@ def test_what_is_taken_for_documents(monkeypatch, tmp_path, value, variable, yam
 
 def test_what_the_server_adds_is_allowed():
     assert load_config(client_parameters="none").allowed_parameters == {"documents", "question"}
-    assert load_config(client_parameters="none", chunk_sources="auto").allowed_parameters == set()
+    for sources in ("auto", "none"):
+        alone = {"client_parameters": "none", "chunk_sources": sources}
+        assert load_config(**alone).allowed_parameters == set()
+        assert load_config(**alone, chunk_separator="#").allowed_parameters == {"question"}
 
 
 SECRET = "correct-horse-battery"

@@ -99,8 +99,11 @@ def test_profiles_that_come_with_the_package_are_below_the_users(folder, monkeyp
     assert load_config(shipped.stem, **ON) == usual  # because the variable is set
     monkeypatch.delenv("KVMOSAIC_PROFILES_DIR")
     monkeypatch.setattr("platformdirs.user_config_dir", lambda name: str(folder.parent))
-    config = load_config(f"/some/folder/{shipped.stem}", **ON)
-    assert chosen(config) == load_profile(shipped)
+    monkeypatch.setenv("KVMOSAIC_MODELS_DIR", str(folder.parent / "models"))
+    config = load_config(str(folder.parent / "models" / shipped.stem), **ON)
+    assert chosen(config) == chosen(load_config(shipped.stem, **ON)) == load_profile(shipped)
+    for other in (f"owner/{shipped.stem}", f"/some/folder/{shipped.stem}"):  # with weights of its own
+        assert load_config(other, **ON) == usual
     assert (config.policy, config.recompute_ratio) == (usual.policy, usual.recompute_ratio)
     assert load_config(shipped.stem, sink_prefix="document", **ON).sink_prefix == "document"
     write_profile(Profile(**SETTINGS), profile_path(shipped.stem))

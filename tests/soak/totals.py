@@ -34,8 +34,10 @@ class Totals:
     prefill_steps: list[float] = field(default_factory=list)
     stalls: list[tuple[float, str, Stall]] = field(default_factory=list)
     """The longest ones, in prefill steps of the same life."""
-    plain_stalls: list[float] = field(default_factory=list)
-    """The same in rounds in which nobody had chunks."""
+    longest_plain_stall: float = 0.0
+    """In rounds in which nobody had chunks."""
+    is_fluent: bool = True
+    """Whether no life had a stall that was too long."""
     growth: float = 0.0
     """Bytes; the most in any life."""
     problems: list[str] = field(default_factory=list)
@@ -54,11 +56,11 @@ class Totals:
         self.prefill_steps += steps
         if len(steps) > 1:
             unit = statistics.quantiles(steps, n=10)[-1]  # long ones of both kinds are compared
-            for each in rounds:
-                if each.is_plain:
-                    self.plain_stalls += [stall.seconds / unit for stall in each.stalls]
-                else:
-                    self.stalls += [(stall.seconds / unit, name, stall) for stall in each.stalls]
+            plain = [stall.seconds / unit for each in rounds if each.is_plain for stall in each.stalls]
+            ours = [stall for each in rounds if not each.is_plain for stall in each.stalls]
+            self.longest_plain_stall = max([self.longest_plain_stall, *plain])
+            self.is_fluent &= all(stall.seconds / unit <= max([MOST_STALL, *plain]) for stall in ours)
+            self.stalls += [(stall.seconds / unit, name, stall) for stall in ours]
             self.stalls.sort(key=lambda found: -found[0])
             del self.stalls[8:]
         states = [outcome.state for outcome in rounds if outcome.state]
@@ -83,8 +85,7 @@ class Totals:
     @property
     def is_right(self) -> bool:
         tried = self.preempted > 0 and self.evicted > 0 and self.restarts > 0
-        is_fluent = self.longest_stall <= max(MOST_STALL, *self.plain_stalls)
-        return tried and not self.wrong and not self.problems and is_fluent
+        return tried and not self.wrong and not self.problems and self.is_fluent
 
     def table(self) -> str:
         """As Markdown."""
@@ -107,7 +108,7 @@ class Totals:
             "other problems": f"{len(self.problems)}",
             "a prefill step": f"{statistics.median(steps) * 1e3:.0f} ms, at most {max(steps) * 1e3:.0f} ms",
             "longest stall of an innocent request": f"{self.longest_stall:.1f} prefill steps",
-            "the same while nobody has chunks": f"{max(self.plain_stalls, default=math.nan):.1f} prefill steps",
+            "the same while nobody has chunks": f"{self.longest_plain_stall:.1f} prefill steps",
         }
         lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
         return "\n".join(lines)

@@ -1,5 +1,6 @@
 """``kvmosaic calibrate``: find the cheapest settings that are good enough for a model, and keep them."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 from kvmosaic.cli.eval import BETWEEN_POLICIES, check_file, check_folder, interruptible, numbers
 from kvmosaic.cli.output import JsonOption, console, print_json, print_line, print_table, progress_bar
 from kvmosaic.core.errors import ConfigError
-from kvmosaic.core.profile import load_profile, profile_path, shipped_profile, sink_path, write_profile
+from kvmosaic.core.profile import is_shipped, load_profile, profile_path, shipped_profile, sink_path, write_profile
 from kvmosaic.core.sink import LEARNED
 
 if TYPE_CHECKING:  # importing it for real takes seconds
@@ -108,7 +109,8 @@ def calibrate(
         print_line(f"\nnothing meets {target}; closest: {best}; {advice(best, target)}", json)
     else:
         path = profile or profile_path(model)
-        write_profile(profile_of(model, chosen, target, chosen_policies, data, seed), path)
+        made = profile_of(model, chosen, target, chosen_policies, data, seed)
+        write_profile(made.model_copy(update={"sink_prefix": _lasting(chosen.sink_prefix, model)}), path)
         print_line(f"\nchosen: {chosen}\nprofile: {path}", json)
     if json:
         about = {"model": model, "data": data, "seed": seed, "targets": target._asdict(), "profile": path}
@@ -121,10 +123,21 @@ def calibrate(
 def _default_sinks(model: str) -> list[str]:
     """The sink prefixes that every model has, after the one that ``kvmosaic tune`` learned for this model, or that
     comes with the package: if that is refused, it is refused at once."""
-    own, every = sink_path(model).absolute(), ["bos", "none", "document"]
-    if own.is_file():
-        return [f"{LEARNED}{own}", *every]
-    return [*(sink for name, sink in load_profile(shipped_profile(model)).items() if name == "sink_prefix"), *every]
+    own = sink_path(model).absolute()
+    learned = f"{LEARNED}{own}" if own.is_file() else load_profile(shipped_profile(model)).get("sink_prefix")
+    return [*([learned] if learned else []), "bos", "none", "document"]
+
+
+def _lasting(sink: str, model: str) -> str:
+    """A sink prefix as a profile keeps it: with an absolute path outside the package, whose folder may change."""
+    if not sink.startswith(LEARNED):
+        return sink
+    path = Path(sink.removeprefix(LEARNED)).expanduser().absolute()
+    if is_shipped(sink):
+        path = sink_path(model).absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(sink.removeprefix(LEARNED), path)
+    return f"{LEARNED}{path}"
 
 
 def _measure(

@@ -130,8 +130,10 @@ class ChunkCacheConfig(BaseSettings):
     @property
     def allowed_parameters(self) -> frozenset[str]:
         """Names of the parameters that requests may have, including those that the server adds itself."""
-        named = {"documents", "question"} if self.sources - {"auto"} else set()
-        return _names(self.client_parameters, CLIENT_PARAMETERS) | named | ({"report"} if self.chunk_page else set())
+        added = {"documents", "question"} if self.sources - {"auto"} else set()
+        added |= {"question"} if self.chunk_separator else set()
+        added |= {"report"} if self.chunk_page else set()
+        return _names(self.client_parameters, CLIENT_PARAMETERS) | added
 
     @property
     def clients_get_reports(self) -> bool:

@@ -91,19 +91,22 @@ def find_documents(
     size = min(len(prompt.bytes), TOKEN_BYTES * len(prompt.starts))
     room = MAX_NAMED * size
     for index, document in enumerate(documents):
-        room -= len(document) if document.isascii() else len(document.encode(errors="surrogatepass"))
+        is_long = len(document) > room  # then it is not encoded
+        room -= len(document) if is_long or document.isascii() else len(document.encode(errors="surrogatepass"))
         if room < 0:
             beyond.append(index)
         else:
             indices.setdefault(document.strip(), []).append(index)
     places: list[tuple[int, _Name]] = []
-    for write in (None, normalize, _json, _ascii_json):
-        written = {text: text if write is None else write(text) for text in indices if len(text) <= len(prompt.bytes)}
-        names = {text: _Name(new) for text, new in written.items() if write is None or new != text}
-        fitting = [name for name in names.values() if ANCHOR <= len(name.bytes) <= len(prompt.bytes)]
+    # A normalised prompt has all texts normalised. JSON and plain text may be in one prompt: a quotation of a tool's
+    # result must not hide the result itself.
+    for write in (spellings, lambda text: (normalize(text),)):
+        texts = [text for text in indices if len(text) <= len(prompt.bytes)]
+        names = [(text, _Name(new)) for text in texts for new in write(text)]
+        fitting = [name for _, name in names if ANCHOR <= len(name.bytes) <= len(prompt.bytes)]
         found = _find_all(prompt.bytes, fitting, size)
         there = {id(name) for _, name in found}
-        for text in [text for text, name in names.items() if id(name) in there]:
+        for text in {text for text, name in names if id(name) in there}:
             del indices[text]
         places += found
     places.sort(key=lambda place: (place[0], -len(place[1].bytes)))

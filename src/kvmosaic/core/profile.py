@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.folders import models_dir, profiles_dir
 from kvmosaic.core.sink import LEARNED
 
 PROFILE_SETTINGS = ("policy", "recompute_ratio", "sink_prefix")
@@ -62,10 +62,8 @@ def profile_name(model: str) -> str:
 
 
 def profile_path(model: str) -> Path:
-    """Path of the profile of ``model``. KVMOSAIC_PROFILES_DIR sets the folder."""
-    chosen = os.environ.get("KVMOSAIC_PROFILES_DIR")
-    folder = Path(chosen).expanduser() if chosen else Path(platformdirs.user_config_dir("kvmosaic")) / "profiles"
-    return folder / f"{profile_name(model)}.yaml"
+    """Path of the user's profile of ``model``."""
+    return profiles_dir() / f"{profile_name(model)}.yaml"
 
 
 def sink_path(model: str) -> Path:
@@ -74,9 +72,12 @@ def sink_path(model: str) -> Path:
 
 
 def shipped_profile(model: str) -> Path | None:
-    """The profile of ``model`` that comes with the package, if there is one and KVMOSAIC_PROFILES_DIR is not set."""
-    path = SHIPPED / f"{profile_name(model)}.yaml"
-    return path if path.exists() and not os.environ.get("KVMOSAIC_PROFILES_DIR") else None
+    """The profile that comes with the package, if ``model`` is a model of the catalog: its name, or its folder. Other
+    models may have the same name and other weights. There is none if KVMOSAIC_PROFILES_DIR is set."""
+    name = profile_name(model)
+    is_pulled = model == name or Path(model).resolve() == (models_dir() / name).resolve()
+    path = SHIPPED / f"{name}.yaml"
+    return path if is_pulled and path.exists() and not os.environ.get("KVMOSAIC_PROFILES_DIR") else None
 
 
 def find_profile(model: str) -> Path | None:
@@ -93,8 +94,14 @@ def load_profile(path: Path | None) -> dict[str, Any]:
         return {}
     settings = {name: getattr(profile, name) for name in PROFILE_SETTINGS}
     if profile.sink_prefix.startswith(LEARNED):
-        settings["sink_prefix"] = LEARNED + str(path.parent / profile.sink_prefix.removeprefix(LEARNED))
+        sink = Path(profile.sink_prefix.removeprefix(LEARNED)).expanduser()
+        settings["sink_prefix"] = f"{LEARNED}{path.parent / sink}"
     return settings
+
+
+def is_shipped(sink_prefix: str) -> bool:
+    """Whether a setting names a learned sink that comes with the package."""
+    return sink_prefix.startswith(LEARNED) and Path(sink_prefix.removeprefix(LEARNED)).parent == SHIPPED
 
 
 def read_profile(path: Path) -> Profile | None:

@@ -22,8 +22,6 @@ from kvmosaic.store import ChunkStorageManager, open_store
 ANY_LENGTH = 0
 """Prompt length for engines whose rotary tables do not depend on it."""
 FINGERPRINTS_REMEMBERED = 64
-MAX_TOKENS = 2**24
-"""Number of tokens that no chunk has, for models without a limit of positions."""
 Fingerprint = Callable[[int], str | None]
 """Identifies what the KV of chunks depends on besides their tokens, in prompts of a given number of tokens; ``None``
 when KV made for such a prompt is valid for no other."""
@@ -106,10 +104,9 @@ class ChunkCache:
     def max_stored_tokens(self) -> int | None:
         """Number of tokens of the longest chunk that the store has room for; ``None`` without a limit."""
         room = self.store.max_entry_bytes
-        if room is None:
+        if room is None or self._max_positions is None:
             return None
-        most = MAX_TOKENS if self._max_positions is None else self._max_positions
-        return bisect_right(range(1, most + 1), room, key=self.document_format.nbytes)
+        return bisect_right(range(1, self._max_positions + 1), room, key=self.document_format.nbytes)
 
     def context_of(self, prompt: ChunkedPrompt) -> tuple[int, ...]:
         """The tokens that the chunks of this prompt are computed after."""

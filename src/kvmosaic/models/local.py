@@ -1,7 +1,6 @@
 """Pulls models to this machine and finds them."""
 
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -10,9 +9,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-import platformdirs
-
 from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.core.folders import models_dir
 from kvmosaic.models.catalog import CATALOG
 from kvmosaic.models.convert import convert
 from kvmosaic.models.download import fetch_gguf
@@ -21,12 +19,6 @@ _FILES = ("config.json", "model.safetensors", "tokenizer.json")
 _ABANDONED_AFTER_S = 24 * 3600
 
 _log = logging.getLogger(__name__)
-
-
-def models_dir() -> Path:
-    """The folder of all pulled models. The environment variable KVMOSAIC_MODELS_DIR sets it."""
-    chosen = os.environ.get("KVMOSAIC_MODELS_DIR")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("kvmosaic")) / "models"
 
 
 def installed() -> dict[str, Path]:

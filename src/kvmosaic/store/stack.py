@@ -98,8 +98,9 @@ class TierStack:
 
     def empty_memory(self, matching: Matching) -> None:
         """Remove the entries whose key is ``matching`` from memory only. Those that are queued for slower tiers are
-        still written there."""
+        still written there, as far as the queue has room."""
         with self.lock:
+            self.known.changes += 1
             for tier in self.tiers:
                 if tier.is_slow:
                     continue

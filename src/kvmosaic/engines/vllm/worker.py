@@ -107,7 +107,8 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
     def chunk_cache_stats(self) -> dict[str, Any]:
         """Statistics of this worker's chunk cache."""
         side = _worker_side()
-        return {**side.cache.get_stats(), "off_reason": side.off_reason}
+        about = {"off_reason": side.off_reason, "max_stored_tokens": side.cache.max_stored_tokens}
+        return {**side.cache.get_stats(), **about}
 
 
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,6 +98,9 @@ def test_the_scheme_may_be_written_in_any_case(ask):
         ("POST", f"documents/{HASH}/burn", 404),
         ("POST", f"documents/{HASH}/pin/pin", 404),
         ("POST", "documents/nohash/pin", 422),
+        ("DELETE", "documents/", 422),  # an empty variable of a script
+        ("DELETE", "documents//", 404),
+        ("GET", "documents/", 404),
         ("DELETE", "documents/" + "F" * 32, 422),
         ("DELETE", "documents/" + "0" * 33, 422),
         ("GET", "documents?limit=-1", 422),

@@ -74,6 +74,13 @@ def test_the_question_is_told_only_where_separators_count():
         assert parameters(client, chat("When?")) == {"question": "When?"}
 
 
+def test_documents_of_more_characters_than_any_prompt_has_are_not_named(monkeypatch):
+    monkeypatch.setattr(request_module, "MAX_CHARACTERS", len(ONE) + len(TWO))
+    assert parameters(client_of(), chat(ONE, TWO, "When?")) == {"documents": [ONE, TWO]}
+    body = chat(ONE, f"{TWO}!", "When?")
+    assert got(client_of(), body) == json.dumps(body).encode()
+
+
 def test_there_are_never_more_names_than_the_engine_takes():
     texts = [f"This is document number {number}." for number in range(MAX_DOCUMENTS + 9)]
     assert parameters(client_of(), chat(*texts, "When?"))["documents"] == texts[:MAX_DOCUMENTS]

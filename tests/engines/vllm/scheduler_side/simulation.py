@@ -156,6 +156,8 @@ class Workers:
         self.news = [{} for _ in range(self.ranks)]
         self.fetching = [{} for _ in range(self.ranks)]
         self._loading: dict[str, ChunkLoad] = {}
+        self._unlisted: set[int] = set()
+        """Ranks whose next report lists all entries."""
 
     # --- the cache
 
@@ -251,7 +253,8 @@ class Workers:
         """In the order of ``WorkerSide.step``."""
         if work.empties_memory:
             for digest, tier in list(self.store.items()):
-                self.put(digest, tier if tier == "disk" else None)  # the scheduler knows of none any more
+                self.put(digest, tier if tier == "disk" else None)
+            self._unlisted = set(range(self.ranks))
         for save in work.prefix_saves:
             self._save(save)
         self.pinned.difference_update(work.released)
@@ -406,8 +409,16 @@ class Workers:
         fetched = [name for name, steps in waiting.items() if steps == 0]
         self.fetching[rank] = {name: steps - 1 for name, steps in waiting.items() if steps}
         changes, self.news[rank] = self.news[rank], {}
+        is_all = rank in self._unlisted
+        self._unlisted.discard(rank)
         return RankReport(
-            rank=rank, fastest="host", changes=changes, fetched=fetched, costs=dict(self.costs), is_off=False
+            rank=rank,
+            fastest="host",
+            changes=dict(self.store) if is_all else changes,
+            fetched=fetched,
+            costs=dict(self.costs),
+            is_off=False,
+            is_all=is_all,
         )
 
 

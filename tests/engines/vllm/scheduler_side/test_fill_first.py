@@ -56,6 +56,26 @@ def test_nobody_waits_for_a_chunk_that_the_store_has_no_room_for():
     assert ([load.is_sliced for load in work.loads], filled(work), work.fill_slice) == ([True], [], None)
 
 
+def test_requests_that_wait_for_chunks_have_them_queued_again_after_memory_was_emptied():
+    side = busy_side()
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    side.scheduler.empty_memory()
+    assert side.matched(request) is None
+    assert side.run().empties_memory
+    side.report(is_all=True)
+    waiting = {digest_of(FIRST), digest_of(SECOND)}
+    for _ in range(20):
+        if not waiting:
+            break
+        assert side.matched(request) is None
+        for digest in filled(side.run()):
+            waiting.remove(digest)
+            side.report({digest: "host"})
+    assert not waiting
+    assert side.matched(request) == 100
+
+
 def test_much_is_filled_in_steps_that_others_can_wait_for():
     side = busy_side()
     request = side.add(ask_about(FIRST, SECOND))

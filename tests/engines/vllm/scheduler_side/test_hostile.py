@@ -174,6 +174,17 @@ def test_vllms_own_scheduler_goes_on_with_parameters_that_are_no_object():
     engine.check_that_nothing_is_left()
 
 
+def test_texts_of_requests_go_no_further_than_the_planner():
+    """vLLM sends sampling parameters to the workers, and logs them if the engine fails."""
+    side, document = Side(), "A document that nobody else may see, of some words."
+    request = make_request("a", text(1, 50), documents=[document], question=document, report=True)
+    sent = request.sampling_params
+    side.add(request)
+    assert document not in repr((request.sampling_params, request.kv_transfer_params))
+    assert request.sampling_params.extra_args == {"kv_transfer_params": {"report": True}}
+    assert document in repr(sent)  # the caller's own
+
+
 def test_no_parameters_at_all_are_no_mistake():
     side = Side()
     assert serve(side, sent(None)) is None

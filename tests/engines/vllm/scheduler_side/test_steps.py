@@ -141,12 +141,12 @@ def test_nothing_is_computed_again_for_requests_that_have_to_wait(monkeypatch):
     assert asked
 
 
-def test_slices_are_what_vllm_leaves_of_a_step_and_a_quarter_at_least():
+def test_slices_are_what_vllm_leaves_of_a_step_and_a_share_at_least():
     side = running(miss_policy="fill-first")
     request = in_slices(side)
-    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 48, 49, 64)] == [63, 44, 16, 16, 16]
+    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 55, 56, 64)] == [63, 44, 9, 9, 9]
     side.report(costs={"blend": Line(8, 0.875)})  # a full step takes 64 s, of which a pass takes 8 in any case
-    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 48, 49, 64)] == [55, 36, 16, 16, 16]
+    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 47, 48, 64)] == [55, 36, 9, 9, 9]
     side.scheduler.loaded(["request"])
     assert side.run().slice_tokens == 0
     side.scheduler.finished(request)
@@ -218,7 +218,7 @@ def test_after_a_preemption_it_may_be_loaded_in_slices_again():
     assert load.is_sliced
 
 
-def test_while_one_is_loaded_in_slices_steps_have_room_for_a_quarter():
+def test_while_one_is_loaded_in_slices_steps_have_room_for_little():
     side = running(miss_policy="fill-first")
     in_slices(side, "a")
     for number in range(3):

@@ -9,6 +9,25 @@ def report(mirror, rank, fastest="host", **changes):
     mirror.update(RankReport(rank=rank, fastest=fastest, changes=changed, fetched=[], costs={}, is_off=False))
 
 
+def test_after_a_clear_it_is_complete_when_all_ranks_have_listed_their_entries_again():
+    mirror = StoreMirror(2)
+    for rank in range(2):
+        report(mirror, rank, a="disk")
+    assert mirror.is_complete
+    mirror.clear()
+    report(mirror, 0, b="host")  # of a step that was planned before
+    assert not mirror.is_complete
+    for rank in range(2):
+        assert not mirror.is_complete
+        mirror.update(
+            RankReport(
+                rank=rank, fastest="host", changes={b"a": "disk"}, fetched=[], costs={}, is_off=False, is_all=True
+            )
+        )
+    assert mirror.is_complete
+    assert (mirror.tier(b"a"), mirror.has(b"b")) == ("disk", False)
+
+
 def test_a_chunk_can_be_stored_if_every_rank_has_room_for_it():
     mirror = StoreMirror(2)
     assert mirror.can_store(10**9)
@@ -58,11 +77,3 @@ def test_the_fastest_tier_is_that_of_the_rank():
     report(mirror, 1, "device", a="device", b="host")
     assert mirror.is_near(b"a")
     assert not mirror.is_near(b"b")
-
-
-def test_a_cleared_mirror_is_still_complete():
-    mirror = StoreMirror(1)
-    report(mirror, 0, a="host")
-    mirror.clear()
-    assert not mirror.has(b"a")
-    assert mirror.is_complete

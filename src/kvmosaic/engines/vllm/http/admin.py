@@ -74,7 +74,7 @@ class AdminApp:
 
     async def _do(self, request: Request) -> dict[str, Any]:
         root = request.scope.get("root_path", "")
-        words = request.scope["path"].removeprefix(root).removeprefix(PREFIX).strip("/").split("/")
+        words = request.scope["path"].removeprefix(root).removeprefix(PREFIX).split("/")
         care = self._engines(request.app.state)
         match request.method, words:
             case "GET", ["documents"]:

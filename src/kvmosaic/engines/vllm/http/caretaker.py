@@ -160,6 +160,8 @@ class Caretaker:
         if len(document.prompt) >= longest or len(self._sink) + document.tokens > longest:
             raise RefusedError(422, f"{document.tokens} tokens do not fit into the model's {longest}")
         [stats, *_] = await self._ask("chunk_cache_stats")
+        if stats["max_stored_tokens"] is not None and document.tokens > stats["max_stored_tokens"]:
+            raise RefusedError(422, f"{document.tokens} tokens are more than any tier has room for")
         if stats["off_reason"] is not None:
             raise RefusedError(409, f"the chunk cache is off: {stats['off_reason']}")
 

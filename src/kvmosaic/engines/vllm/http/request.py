@@ -21,6 +21,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 """Paths of requests that generate text, and the fields of each that may hold documents."""
 MAX_BODY = 32 * 2**20
 """Maximum size of a request that is searched for documents, in bytes."""
+MAX_CHARACTERS = 2**22
+"""Maximum number of characters of the documents that are named: about a million tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class DocumentNamer:
         found = find_sources(body.read(FIELDS[self.path]), config.sources, config.min_chunk_tokens)
         known = {name.strip() for name in named}
         further = [text for text in found.documents if text not in known][: max(0, MAX_DOCUMENTS - len(named))]
+        if sum(map(len, further)) > MAX_CHARACTERS:
+            further = []
         added: dict[str, Any] = {"documents": [*named, *further]} if further else {}
         if config.chunk_separator and found.question and body.parameter("question") is None:
             added["question"] = found.question

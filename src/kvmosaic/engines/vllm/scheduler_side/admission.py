@@ -19,7 +19,7 @@ LEAST_FILL_SHARE = 0.125
 filled."""
 LOAD_SHARE = 0.4
 """Share of a full prefill step's time that a step may spend on loads, whatever vLLM computes in it."""
-LEAST_SLICE_SHARE = 0.25
+LEAST_SLICE_SHARE = 0.15
 """Minimum share of a step's tokens that it computes for a request in slices, whatever else the step does."""
 MAX_PASS_SHARE = 0.25
 """Maximum share of a step's tokens that one more pass counts as: the measured line of costs is rough."""
@@ -121,13 +121,13 @@ class Admission:
 
     def _shares(self, request: ChunkRequest, local: int) -> tuple[int, int, int]:
         """Numbers of tokens between the first ``local`` and the question: in no chunk, in missing chunks, and in
-        stored ones."""
+        stored ones. Chunks that cannot be stored count as text."""
         missing = stored = 0
         for span, digest in request.chunks_from(local):
             tokens = span.end - max(span.start, local)
             if self._mirror.has(digest):
                 stored += tokens
-            else:
+            elif self._mirror.can_store(len(span)):
                 missing += tokens
         return request.prompt.question.start - local - missing - stored, missing, stored
 

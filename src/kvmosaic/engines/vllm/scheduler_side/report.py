@@ -57,7 +57,8 @@ def reuse_report(request: ChunkRequest, local: int, mirror: StoreMirror, lacking
             chunks.append(ChunkReport(span, "cached", "prefix-cache", None))
             continue
         tier = None if digest in request.filled else request.fetched_from.get(digest) or mirror.tier(digest)
-        chunks.append(ChunkReport(span, "cached" if tier else lacking, tier, None if tier else MISSING))
+        status = "cached" if tier else lacking if mirror.can_store(len(span)) else "prefilled"
+        chunks.append(ChunkReport(span, status, tier, None if tier else MISSING))
         reused += (span.end - max(span.start, local)) * (1 - request.ratio) if tier else 0
     return {
         "mode": "fill" if any(chunk.status == "filled" for chunk in chunks) else "reuse",

@@ -206,6 +206,8 @@ class ChunkScheduler:
         self._mirror.clear()
         if self._pool is not None:
             self._backlog.clear(self._pool)
+        for request in self._requests.values():
+            request.lacking = None  # those that wait for chunks have them queued again
         self.prefixes.clear()
         self._work.empties_memory = True
 

@@ -14,13 +14,15 @@ class StoreMirror:
         self._in_use: dict[int, TiersInUse] = {}
         """Tiers in use, by rank that has reported."""
         self._has_failed = False
+        self._outdated: set[int] = set()
+        """Ranks that have to list their entries again."""
         self._max_tokens: dict[int, int | None] = {}
         """Tokens of the longest chunk that can be stored, by rank that has reported."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has reported its entries; each does so with its first step."""
-        return len(self._in_use) == len(self._tiers)
+        """Whether every rank has listed its entries; each does so with its first step, and after a :meth:`clear`."""
+        return len(self._in_use) == len(self._tiers) and not self._outdated
 
     @property
     def may_lag_behind_others(self) -> bool:
@@ -38,6 +40,7 @@ class StoreMirror:
         """Forget all entries, until all ranks have listed theirs again."""
         for tiers in self._tiers:
             tiers.clear()
+        self._outdated = set(range(len(self._tiers)))
 
     def update(self, report: RankReport) -> None:
         """Process a rank's report."""
@@ -48,6 +51,7 @@ class StoreMirror:
         tiers = self._tiers[report.rank]
         if report.is_all:
             tiers.clear()
+            self._outdated.discard(report.rank)
         for digest, tier in report.changes.items():
             if tier is None:
                 tiers.pop(digest, None)

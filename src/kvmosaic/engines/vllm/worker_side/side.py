@@ -163,7 +163,7 @@ class WorkerSide:
         is_stale = work.weights != self.weights.changes
         is_closed = self.names.tiers == "none"
         if work.empties_memory:
-            self._forget(self.cache.empty_memory)
+            self._do_forget(self.cache.empty_memory)
             self._tells_all = True  # slower tiers may still have entries
         if not is_stale and not is_closed:
             self.prefixes.save(work.prefix_saves)  # before everything that may write to the same blocks
@@ -190,11 +190,11 @@ class WorkerSide:
 
     def clear(self) -> None:
         """Delete all entries of this model and tenant, from every tier."""
-        self._forget(self.cache.clear)
-
-    def _forget(self, forget: Callable[[], None]) -> None:
-        self.blender.clear()
         self.fetcher.clear()
+        self._do_forget(self.cache.clear)
+
+    def _do_forget(self, forget: Callable[[], None]) -> None:
+        self.blender.clear()
         try:
             forget()
         except Exception:  # entries that are left are still valid
