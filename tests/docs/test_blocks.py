@@ -26,7 +26,7 @@ PYTHON = {
     "docs/reference/http.md: client.chat.completions.create(": ENGINE,
 }
 COMMANDS = [
-    (r"(\w+=\w+ )*kvmosaic serve|vllm serve|curl|python examples/", ENGINE),
+    (r"(\w+=\w+ )*(\.venv-vllm/bin/)?kvmosaic serve|vllm serve|curl|python examples/", ENGINE),
     (r"kvmosaic (eval|calibrate|tune|store warm)\b", "here"),
     (r"make ", "here"),
     (r"(\w+=\w+ )*\.venv[-\w]*/bin/python -m pytest", "here"),

@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ADMIN_KEY = "a key for tests of the documentation"
 TALKING = {"VLLM_LOGGING_LEVEL": "INFO", "KVMOSAIC_CHUNK_ADMIN_KEY": ADMIN_KEY}
-SERVE = [each for each in all_commands() if re.match(r"(\w+=\w+ )*kvmosaic serve (MODEL|smollm2-135m)", each)]
+SERVES = re.compile(r"(\w+=\w+ )*(\.venv-vllm/bin/)?kvmosaic serve (MODEL|smollm2-135m)")
+SERVE = [each for each in all_commands() if SERVES.match(each)]
 
 
 def options_of(command):
