@@ -18,7 +18,7 @@ check test test-all test-main test-vllm test-vllm-quick test-versions soak: expo
 demo: $(VENV)/.hf
 	$(BIN)/kvmosaic demo
 
-# All that needs no vLLM engine, but for what takes many seconds.
+# Everything that needs no vLLM engine, except slow tests.
 check: MARKED := -m "not slow and not long"
 check: lint docs test-main test-vllm-quick
 

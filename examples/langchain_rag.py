@@ -1,4 +1,4 @@
-"""LangChain: each retrieved document is a text block of its own. Nothing else of the chain changes."""
+"""LangChain: each retrieved document is a text block of its own. The rest of the chain does not change."""
 
 import os
 import random

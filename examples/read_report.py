@@ -1,4 +1,4 @@
-"""What became of each document: the report that a request may ask for.
+"""What happened to each document: the report that a request may ask for.
 
 The server must allow it: `kvmosaic serve … --client-parameters all`, because a report tells whether somebody asked
 about the same document before.

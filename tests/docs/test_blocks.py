@@ -11,8 +11,10 @@ import pytest
 import typer
 import yaml
 
+from kvmosaic.blend import choose
 from kvmosaic.cli.main import app
 from kvmosaic.core.config import load_config
+from tests.blend.test_choices import Drawn
 from tests.docs.blocks import BAKERY, FERRY, ROOT, all_blocks, all_commands, block, inline_commands
 
 ENGINE = "tests/engines/vllm/test_documented_commands.py"
@@ -24,9 +26,10 @@ PYTHON = {
     "README.md: from kvmosaic.hf import LLM": "here",
     "docs/howto/serve.md: from openai import OpenAI": ENGINE,
     "docs/reference/http.md: client.chat.completions.create(": ENGINE,
+    "docs/structures.md: from typing import ClassVar": "here",
 }
 COMMANDS = [
-    (r"(\w+=\w+ )*kvmosaic serve|vllm serve|curl|python examples/", ENGINE),
+    (r"(\w+=\w+ )*(\.venv-vllm/bin/)?kvmosaic serve|vllm serve|curl|python examples/", ENGINE),
     (r"kvmosaic (eval|calibrate|tune|store warm)\b", "here"),
     (r"make ", "here"),
     (r"(\w+=\w+ )*\.venv[-\w]*/bin/python -m pytest", "here"),
@@ -114,6 +117,15 @@ def documents(tmp_path, monkeypatch):
 def test_the_readmes_python(documents, capsys):
     exec(block("README.md: from kvmosaic.hf import LLM").code, {})
     assert "['cached', 'cached']" in capsys.readouterr().out
+
+
+def test_the_example_of_a_policy():
+    """Three system tokens, two chunks of ten, a question; a quarter of the chunk tokens may be recomputed."""
+    known = {"__name__": __name__}
+    exec(block("docs/structures.md: from typing import ClassVar").code, known)
+    prompt = Drawn([10, 10], system=3, question=5, layers=4, full=[0, 1, 2, 3], seed=0)
+    assert choose(known["Front"](), prompt, 0.25).positions == (3, 4, 5, 6, 7)
+    assert choose(known["Front"](most=2), prompt, 0.25).positions == (3, 4)
 
 
 LESS = {"eval": "--limit 1", "calibrate": "--limit 1 --ratios 0.15", "tune": "--minutes 0.3", "store": "--engine hf"}

@@ -58,8 +58,8 @@ class HeadRange:
         that would cut across the first layer."""
         if together is not None and self.first_layer % together:
             raise ConfigError(
-                f"remote_layers={together}: a pipeline stage begins at layer {self.first_layer}, which is no "
-                "multiple of it; choose a number that divides the first layers of all stages"
+                f"remote_layers={together}: a pipeline stage begins at layer {self.first_layer}, which is not "
+                "a multiple of it; choose a number that divides the first layers of all stages"
             )
         # All layers together have one name.
         together = None if together is None or together >= self.layers else together

@@ -46,7 +46,8 @@ def pull(name: str, progress: Callable[[str], None] = _log.info) -> Path:
     if _complete(target):
         return target
     if missing := [module for module in ("transformers", "accelerate", "gguf") if find_spec(module) is None]:
-        raise KvmosaicError(f"Converting {name} needs {', '.join(missing)}; pip install 'kvmosaic[hf]'.")
+        needed = ", ".join(missing)
+        raise KvmosaicError(f"Converting {name} needs {needed}; in kvmosaic's folder, pip install -e '.[hf]'.")
     source = CATALOG[name]
     models_dir().mkdir(parents=True, exist_ok=True)
     _sweep()

@@ -96,7 +96,7 @@ class Breaker:
             # tried less and less often.
             relapsed = time.monotonic() - self._up_since < 2 * LONGEST_PAUSE_S
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if relapsed and self._up_since else FIRST_PAUSE_S
-        logger.warning("%s cannot be used (%s); going on without it until it can", self._name, reason)
+        logger.warning("%s cannot be used (%s); continuing without it until it works again", self._name, reason)
         # Otherwise the program is ending and does not need the place again.
         if threading.main_thread().is_alive():
             threading.Thread(target=self._wait_until_up, name="kvmosaic-probe", daemon=True).start()

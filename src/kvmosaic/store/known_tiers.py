@@ -252,7 +252,7 @@ class KnownTiers:
         if (tier.name, action) not in self._failing and not isinstance(error, TierDownError):
             self._failing.add((tier.name, action))
             logger.warning(
-                "the %s tier failed to %s (%s); going on without it for now, check its space and permissions",
+                "the %s tier failed to %s (%s); continuing without it for now, check its space and permissions",
                 tier.name,
                 action,
                 error,

@@ -115,7 +115,7 @@ class TierStack:
         """Wait until all queued entries are in the slower tiers or were refused, as long as there is progress."""
         left = self.writer.flush()
         if left:
-            logger.warning("%d entries are still not written to the slower tiers; going on without waiting", left)
+            logger.warning("%d entries are still not written to the slower tiers; continuing without waiting", left)
 
     def close(self) -> None:
         """Write queued entries, then close the tiers. Entries that cannot be written are dropped and counted."""

@@ -144,7 +144,7 @@ def _documents(value: object) -> tuple[str, ...]:
         raise PromptError(f"documents: {len(value)} texts; the maximum is {MAX_DOCUMENTS}")
     for index, text in enumerate(value):
         if not isinstance(text, str):
-            raise PromptError(f"documents: number {index} is {shown(text)}, which is no text")
+            raise PromptError(f"documents: number {index} is {shown(text)}, which is not text")
     return tuple(value)
 
 
@@ -159,5 +159,5 @@ def _pair(index: int, pair: object) -> tuple[int, int]:
         raise PromptError(f"boundaries: part {index} must be [start, end]")
     for each in pair:
         if type(each) is not int or not 0 <= each < 2**31:
-            raise PromptError(f"boundaries: part {index} has {shown(each)}, which is no place in a prompt")
+            raise PromptError(f"boundaries: part {index} has {shown(each)}, which is not a position in a prompt")
     return pair[0], pair[1]

@@ -47,7 +47,7 @@ def join(key: ChunkKey, parts: Sequence[DecodedEntry], block: Bytes | None) -> C
     if any((part.tokens.tobytes(), part.context.tobytes()) != owner for part in parts):
         raise CorruptEntryError("its values are of different entries")
     if [part.format for part in parts] != expected:
-        raise CorruptEntryError(f"its values are no parts of {heads}")
+        raise CorruptEntryError(f"its values are not parts of {heads}")
     if block is None or not _are_neighbours(parts, block):
         block = POOL.take(sum(part.kv.nbytes for part in parts))
         np.concatenate([part.kv.reshape(-1) for part in parts], out=block)

@@ -51,8 +51,8 @@ class MooncakeClient(RemoteClient):
             from mooncake import store  # a large library that few need
         except ImportError as error:
             raise ConfigError(
-                f"remote=mooncake://…: cannot load the library ({error}); pip install 'kvmosaic[mooncake]', which on "
-                "Linux also needs the package libibverbs1"
+                f"remote=mooncake://…: cannot load the library ({error}); in kvmosaic's folder, pip install -e "
+                "'.[mooncake]', which on Linux also needs the package libibverbs1"
             ) from None
         self._library: Any = store
         self._url = url

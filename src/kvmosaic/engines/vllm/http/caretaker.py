@@ -126,7 +126,8 @@ class Caretaker:
         prompt = parser.parse_named(f"{secrets.token_hex(8)}\n\n{text}\n\nb", [text]).prompt
         if not prompt.chunks:
             least = self.config.min_chunk_tokens
-            raise RefusedError(422, f"this text is no document: fewer than {least} tokens, or role markers inside")
+            reason = f"fewer than {least} tokens, or role markers inside"
+            raise RefusedError(422, f"this text cannot be a document: {reason}")
         tokens = prompt.tokens_of(prompt.chunks[0])
         digest = content_hash(tokens, self._sink, self.config.chunk_hash_algorithm)
         return _Document(digest.hex(), len(tokens), list(prompt.token_ids))

@@ -64,7 +64,7 @@ class ChunkStats(KVConnectorStats):
         try:
             yield
         except Exception:
-            logger.exception("%s failed; the engine goes on without", what)
+            logger.exception("%s failed; the engine continues without it", what)
             self.failed("schedule")
 
     def failed(self, stage: FailingStage) -> None:

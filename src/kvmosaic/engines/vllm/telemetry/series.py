@@ -47,7 +47,7 @@ COUNTS: dict[CountName, Labelled] = {
     ),
     "chunks_filled": Labelled("Chunks whose canonical KV was computed and stored."),
     "requests": Labelled(
-        "Requests, by mode: all chunks found, some filled, or served as plain vLLM.",
+        "Requests, by mode: chunks reused and none filled first, some filled first, or served as plain vLLM.",
         "mode",
         ("reuse", "fill", "plain"),
     ),
