@@ -1,6 +1,7 @@
 """``kvmosaic calibrate``: what it chooses, what it writes, and that engines go by it."""
 
 import json
+import math
 import sys
 from functools import partial
 
@@ -20,6 +21,11 @@ TARGET = Target(max_kl=0.05, min_top1=0.9)
 
 def made(sink, policy, ratio, charged, kl, top1=1.0):
     return Candidate(sink, Row(policy, ratio, charged, kl, kl, top1, 0.0, 0.0, None, 1.0, 2))
+
+
+@pytest.mark.parametrize(("kl", "top1"), [(math.nan, 1.0), (0.0, math.nan)])
+def test_what_is_not_a_number_meets_no_target(kl, top1):
+    assert TARGET.missed_by(made("document", "composite", 0.1, 0.1, kl, top1).row) == 1
 
 
 def test_the_cheapest_that_is_good_enough():

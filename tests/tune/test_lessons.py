@@ -94,6 +94,21 @@ def test_held_out_examples_share_no_document_with_others(tmp_path):
     assert texts[0] | texts[1] == {paragraph["context"] for paragraph in paragraphs}
 
 
+def test_questions_about_the_same_document_are_on_the_same_side(tmp_path):
+    rng = random.Random(random.randrange(2**31))
+    path, documents = tmp_path / "own.jsonl", [f"{random_text(rng, 6)} The code is {n}x." for n in range(60)]
+    records = [
+        {"system": "Read.", "chunks": [documents[n]], "question": f"{q}?", "answers": [f"{n}x"]}
+        for n in range(60)
+        for q in range(3)
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    sides = [load(str(path), 999, 0, keep=keep) for keep in (is_held_out, lambda text: not is_held_out(text))]
+    texts = [{chunk for example in side for chunk in example.chunks} for side in sides]
+    assert all(texts)
+    assert texts[0].isdisjoint(texts[1])
+
+
 def test_questions_are_about_documents_that_are_there(parser, tokenizer):
     """However many a lesson could have, those that do not fit are left out before anything is asked."""
     rng = random.Random(random.randrange(2**31))

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import kvmosaic.tune.train as training
 import kvmosaic.tune.tune as tuning
 from kvmosaic.core.errors import ConfigError, UnsupportedModelError
+from kvmosaic.core.learned_sink import LearnedSink, SinkAbout
 from kvmosaic.core.profile import profile_path
 from kvmosaic.eval.synthetic import synthetic
 from kvmosaic.hf import LLM
-from kvmosaic.models.sink_file import load_sink
+from kvmosaic.models.sink_file import load_sink, save_sink
 from kvmosaic.tune.lessons import Lessons
 from kvmosaic.tune.material import Material
 from kvmosaic.tune.train import DivergedError, Recipe, SinkTrainer, mean_kl
@@ -110,6 +112,58 @@ def test_an_interrupted_run_ends_like_one_that_was_not(llm, tmp_path):
     assert resumed.step == whole.step
     for ours, theirs in zip(resumed.sink, whole.sink, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_answers_are_grouped_as_in_a_run_without_interruption(llm, tmp_path, monkeypatch):
+    """In half precision, answers depend on what they are computed together with."""
+    groups = []
+    answered = training.answered
+    monkeypatch.setattr(training, "answered", lambda *args: groups.append(args[1]) or answered(*args))
+    trained(llm, RECIPE.steps)
+    whole, groups[:] = list(groups), []
+    trained(llm, 3, tmp_path / "state")
+    groups.clear()
+    trained(llm, RECIPE.steps, tmp_path / "state")
+    assert [[prompt.tokens for prompt in group] for group in groups] == [
+        [prompt.tokens for prompt in group] for group in whole
+    ]
+
+
+def test_a_damaged_state_is_a_new_beginning(llm, tmp_path, caplog):
+    state = tmp_path / "state"
+    state.write_bytes(b"PK half of a file")
+    assert trained(llm, 1, state).step == 1
+    assert "starts again" in caplog.text
+    assert trained(llm, 2, state).step == 2
+
+
+def test_a_disk_that_is_full_does_not_end_a_run(llm, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tuning, "SAVE_SECONDS", 0.0)
+    save, calls = torch.save, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) < 4:
+            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", full)
+    with suppress(DivergedError):  # so few steps may give nothing
+        tune(llm, material(), [], RECIPE, TOKENS, tmp_path / "sink")
+    assert caplog.text.count("the run continues") == 3
+    assert "\n" not in caplog.records[-1].getMessage()
+
+
+def test_the_sink_of_another_model_of_the_same_name_stays(llm, tmp_path):
+    path = tmp_path / "sink"
+    with LLM(make("llama", 1), enable_chunk_cache=True, sink_prefix="none") as other:
+        k, v = (part.transpose(0, 1).contiguous() for part in tuning._kv(other, list(range(40, 40 + TOKENS))))
+        about = SinkAbout(model="other", kl_before=1, kl_after=0.5, kvmosaic="x")
+        save_sink(LearnedSink(k, v, other.engine.witness(), about), path)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="not a sink of this model"):
+        tune(llm, material(), [], RECIPE, TOKENS, path)
+    assert path.read_bytes() == before
 
 
 def test_the_model_stays_as_it_is(llm):

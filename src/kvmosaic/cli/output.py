@@ -17,6 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 console = Console(stderr=True)
 """Console on stderr, for progress and errors."""
@@ -59,7 +60,8 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[obje
     for index, column in enumerate(columns):
         table.add_column(column, no_wrap=True, justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row))
+        # As texts: settings may contain brackets, which would count as markup.
+        table.add_row(*(Text(f"{cell:.3f}" if isinstance(cell, float) else str(cell)) for cell in row))
     _results(json).print(table)
 
 
@@ -95,6 +97,6 @@ class Steps:
 @contextmanager
 def progress_bar(total: int) -> Iterator[Steps]:
     """Show the progress of a long command. The bar disappears when the command ends."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         yield Steps(progress, total)

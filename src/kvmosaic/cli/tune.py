@@ -112,7 +112,12 @@ def _read(paths: list[Path]) -> tuple[list[str], list["Example"], list["Example"
             judged += load(str(path), MAX_EXAMPLES, 0, keep=is_held_out)
         else:
             documents += [document.text for document in read_corpus([path], None)]
-    return documents, learned, judged
+    return documents, _usable(learned), _usable(judged)
+
+
+def _usable(examples: list["Example"]) -> list["Example"]:
+    """The examples without an empty document, of which nothing could be asked."""
+    return [example for example in examples if all(text.strip() for text in example.chunks)]
 
 
 def _use(model: str, path: Path) -> None:

@@ -30,8 +30,8 @@ class Target(NamedTuple):
             raise ConfigError(f"--min-top1 {self.min_top1}: must be between 0 and 1")
 
     def missed_by(self, row: Row) -> int:
-        """Number of the two targets that ``row`` misses."""
-        return (row.kl_mean > self.max_kl) + (row.top1 < self.min_top1)
+        """Number of the two targets that ``row`` misses. A result that is not a number misses its target."""
+        return (not row.kl_mean <= self.max_kl) + (not row.top1 >= self.min_top1)
 
     def __str__(self) -> str:
         return f"KL <= {self.max_kl:g} and top-1 >= {self.min_top1:g}"

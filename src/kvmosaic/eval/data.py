@@ -68,10 +68,14 @@ def load(
 
 
 def _answering(form: str, record: Any) -> str:
-    """The text of a record that has its answer, in SQuAD and NQ; otherwise the whole record."""
+    """The text of a record that has its answer; of key-value records, the whole record."""
     try:
         if form == "squad":
             return _text(record["context"], "context")
+        if form == "jsonl":
+            example = FORMATS[form](record, [], random.Random(0))
+            held = (text for text in example.chunks if any(answer in text for answer in example.answers))
+            return next(held, example.chunks[0])
         return _passage(record) if form == "nq" else json.dumps(record, sort_keys=True)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError):
         return ""  # the error is reported later

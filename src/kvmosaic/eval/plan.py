@@ -8,12 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import transformers
+
 import kvmosaic
 from kvmosaic.blend import POLICIES, policy_named
+from kvmosaic.core.accelerator import accelerator_of
 from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.hf.chat import ChatPrompt, chat_prompt, messages_about
 from kvmosaic.engines.hf.llm import LLM
+from kvmosaic.engines.hf.sampling import stop_ids
 from kvmosaic.eval.base import Cell, Example
 
 NONE, ALL, RANDOM = Cell("none", 0.0), Cell("all", 1.0), "random"
@@ -70,7 +75,9 @@ def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_
             "code": _code_digest(),
             "weights": llm.engine.weights,
             "model": llm.engine.fingerprint(1),
-            "device": str(llm.model.device),
+            "device": _device_name(llm.model.device),
+            "libraries": (torch.__version__, transformers.__version__),
+            "stops": sorted(stop_ids(llm.model)),
             "sink": llm.chunk_cache.sink_identity,
             "chunk_context": config.chunk_context,
             "entry_dtype": config.entry_dtype,
@@ -81,6 +88,11 @@ def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_
         }
     )
     return Plan(questions, tuple(cells), digest)
+
+
+def _device_name(device: torch.device) -> str:
+    module = accelerator_of(device)
+    return str(device) if module is None else str(module.get_device_name(device))
 
 
 def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -> Question:

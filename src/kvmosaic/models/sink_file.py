@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.errors import ConfigError, KvmosaicError
 from kvmosaic.core.learned_sink import LearnedSink, SinkAbout
 
 FORMAT = "1"
@@ -24,6 +24,8 @@ def save_sink(sink: LearnedSink, path: Path) -> None:
     try:
         save_file(tensors, scratch, {_FORMAT_KEY: FORMAT, _ABOUT_KEY: sink.about.model_dump_json()})
         scratch.replace(path)
+    except SafetensorError as error:  # a full disk, for example
+        raise KvmosaicError(f"cannot write {path}: {' '.join(str(error).split())[:200]}") from None
     finally:
         scratch.unlink(missing_ok=True)
 

@@ -1,6 +1,9 @@
 """The training loop: Adam on the sink's numbers, held-out prompts, and a state that a later run continues from."""
 
+import logging
 import math
+import os
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,8 @@ from kvmosaic.engines.hf.model import HFModel
 from kvmosaic.tune.base import TrainingPrompt
 from kvmosaic.tune.lessons import Lessons
 from kvmosaic.tune.student import Distillation
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS, WARM_UP_SHARE = 20, 0.05
 """Warm-up of the learning rate: number of steps, or share of the run, whichever ends first."""
@@ -100,13 +105,17 @@ class SinkTrainer:
         """Train, and yield the progress after every step, so that the caller can look at it or save the state."""
         begun = time.monotonic() - self._seconds
         with _frozen(self._engine.model), _fast_products(), ThreadPoolExecutor(1) as reader:
-            coming = reader.submit(self._prompts, lessons, self.step)
+            # In the same groups as in a run without interruption: rounding depends on the group.
+            first = self.step - self.step % ANSWERED_STEPS
+            coming = reader.submit(self._prompts, lessons, first)
             answers: list[TrainingPrompt] = []
             while (share := self._share()) < 1:
                 if not answers:
-                    prompts = coming.result()
-                    coming = reader.submit(self._prompts, lessons, self.step + ANSWERED_STEPS)
+                    prompts, done = coming.result(), self.step - first
+                    first += ANSWERED_STEPS
+                    coming = reader.submit(self._prompts, lessons, first)
                     answers = answered(self._engine, prompts, ANSWERED_STEPS * self.recipe.together)
+                    del answers[: done * self.recipe.batch]
                 self._learn(answers[: self.recipe.batch], share)
                 del answers[: self.recipe.batch]
                 self.step += 1
@@ -114,7 +123,7 @@ class SinkTrainer:
                 yield Progress(self.step, self._share(), self._train_kl)
 
     def save(self, path: Path) -> None:
-        """Save the state of the run."""
+        """Save the state of the run. Raises an ``OSError`` if that fails."""
         state = {
             "offsets": [offset.detach().cpu() for offset in self._offsets],
             "optimizer": self._optimizer.state_dict(),
@@ -122,13 +131,22 @@ class SinkTrainer:
             "seconds": self._seconds,
             "train_kl": self._train_kl,
         }
-        scratch = path.with_name(f"{path.name}.new")
-        torch.save(state, scratch)
-        scratch.replace(path)
+        scratch = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            torch.save(state, scratch)
+            scratch.replace(path)
+        except RuntimeError as error:  # torch's own for a full disk
+            raise OSError(f"cannot save the state of the run at {path}: {' '.join(str(error).split())}") from None
+        finally:
+            scratch.unlink(missing_ok=True)
 
     def restore(self, path: Path) -> None:
-        """Continue from a state that :meth:`save` wrote."""
-        state = torch.load(path, weights_only=True, map_location=self._engine.model.device)
+        """Continue from a state that :meth:`save` wrote, or from the beginning if the file is damaged."""
+        try:
+            state = torch.load(path, weights_only=True, map_location=self._engine.model.device)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            logger.warning("cannot read %s, the run starts again: %s", path, " ".join(str(error).split())[:200])
+            return
         with torch.no_grad():
             for offset, kept in zip(self._offsets, state["offsets"], strict=True):
                 offset.copy_(kept)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ from kvmosaic.core.learned_sink import LearnedSink, SinkAbout
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.hf.llm import LLM
 from kvmosaic.engines.identity import model_name
-from kvmosaic.models.sink_file import save_sink
+from kvmosaic.models.sink_file import load_sink, save_sink
 from kvmosaic.tune.lessons import Lessons
 from kvmosaic.tune.material import Material
 from kvmosaic.tune.train import MAX_ANSWER, DivergedError, Progress, Recipe, SinkTrainer, answered, mean_kl
@@ -32,6 +33,8 @@ MIN_PROMPT = 256
 """Minimum number of tokens that a training prompt needs."""
 HELD_OUT_SEED = 1_000_003
 """Offset that is added to the seed for prompts that are never trained on."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def tune(
     """Learn a sink of ``tokens`` tokens and write it to ``output``, unless it is no better than the text. An
     interrupted run is continued from its state, which is next to ``output``. ``data``: names of the training data."""
     output.parent.mkdir(parents=True, exist_ok=True)
+    _check_that_it_may_be_replaced(output, llm)
     text = list(llm.chunk_cache.sink)
     max_tokens = _max_tokens(llm, max(tokens, len(text)), recipe.max_prompt)
     lessons = partial(Lessons, llm.parser, llm.tokenizer, max_tokens=max_tokens)
@@ -88,6 +92,16 @@ def tune(
     return Tuned(output, before, after, trainer.step)
 
 
+def _check_that_it_may_be_replaced(output: Path, llm: LLM) -> None:
+    """Models of the same name have the same default file."""
+    if not output.exists():
+        return
+    try:
+        load_sink(output).check(llm.engine.format, llm.engine.witness(), llm.engine.share)
+    except ConfigError:
+        raise ConfigError(f"{output} is not a sink of this model; delete it, or choose another --output") from None
+
+
 def _train(
     trainer: SinkTrainer,
     lessons: Lessons,
@@ -115,7 +129,10 @@ def _train(
                         )
                 show(replace(progress, held_out_kl=held_out))
                 if time.monotonic() - saved > SAVE_SECONDS:
-                    trainer.save(state)
+                    try:
+                        trainer.save(state)
+                    except OSError as error:
+                        logger.warning("%s; the run continues", error)
                     saved = time.monotonic()
         except KeyboardInterrupt:
             trainer.save(state)

@@ -78,7 +78,8 @@ class LLM:
 
     def _start_chunk_cache(self) -> None:
         learned = learned_sink(self.config)
-        sink = sink_of(self.config, learned, self.model.generation_config.bos_token_id, self.tokenizer)
+        bos = getattr(self.model.config.get_text_config(), "bos_token_id", None)  # as vLLM reads it
+        sink = sink_of(self.config, learned, bos, self.tokenizer)
         try:
             self._engine = HFModel(self.model)
         except Exception as error:  # any model can still generate without our cache

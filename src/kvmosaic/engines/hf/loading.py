@@ -3,6 +3,7 @@
 import logging
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvmosaic.core.errors import ConfigError
@@ -18,7 +19,7 @@ def load(model: str, dtype: str | torch.dtype, device: str | None) -> tuple[PreT
     try:
         network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"cannot load model {model!r}: {' '.join(str(error).split())[:300]}") from None
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto" and place == "cpu" and not cpu_runs_bfloat16():
