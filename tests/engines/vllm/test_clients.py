@@ -132,7 +132,7 @@ def test_one_request_with_hundreds_of_chunks_does_not_keep_anothers_waiting(llm,
     llm.llm_engine.abort_request(["hostile"])
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-    scheduler_side(llm).clear()
+    scheduler_side(llm).empty_memory()
     ask(llm, draw(5))
 
 
