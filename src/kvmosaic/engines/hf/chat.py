@@ -21,7 +21,7 @@ class ChatPrompt:
     documents: Sequence[str]
     """Texts in it that are documents."""
     question: str | None
-    """The text from whose first occurrence on no separator counts."""
+    """Separators from the first occurrence of this text on are ignored."""
 
 
 def messages_about(system: str, documents: Sequence[str], question: str) -> list[dict[str, str]]:

@@ -51,7 +51,7 @@ class RequestParameters:
     documents: tuple[str, ...] = ()
     """Texts that are chunks wherever they occur in the prompt."""
     question: str | None = None
-    """Text from whose first occurrence on separators do not count."""
+    """Separators from the first occurrence of this text on are ignored."""
     report: bool = False
     """Whether the response has a report about the request's chunks."""
     refused: Fallback | None = None

@@ -75,8 +75,8 @@ class Answered:
 
 def watch_transfer_params(client: Any, watcher: Callable[[], Callable[[Answered], Any] | None]) -> None:
     """Pass the connector's answer to each request on to a callback, because streams leave it out. ``watcher`` is
-    called when a request begins, in the context of its HTTP request, and returns that callback, if any. What the
-    callback returns takes the place of the connector's answer."""
+    called when a request begins, in the context of its HTTP request, and returns that callback, if any. The
+    callback's result replaces the connector's answer."""
     generate = client.generate
 
     def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:

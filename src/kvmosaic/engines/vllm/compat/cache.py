@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, Slidi
 
 def keeping_all_tokens(specs: dict[str, Any]) -> dict[str, Any]:
     """Specs of layers, by name, in which those with a sliding window keep all tokens if others do, so that all layers
-    are one group. vLLM makes the same of them for connectors like ours, but in 0.26 such layers have the smallest
+    are one group. vLLM does the same for connectors like ours, but in 0.26 such layers have the smallest
     blocks that their kernel takes, whatever ``block_size`` is, and then vLLM does not start."""
     whole = next((spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)), None)
     if whole is None:

@@ -63,8 +63,8 @@ class Ranks:
         return votes.bool().tolist()
 
     def together(self, work: Callable[[], T], what: str) -> T | None:
-        """Do ``work``, which runs the model, on all ranks. Returns ``None`` on all ranks if it failed on one of them
-        outside of the model; if no other rank shares its layers, also if it failed inside."""
+        """Do ``work``, which runs the model, on all ranks. Returns ``None`` on all ranks if one failed outside
+        the model. If no other rank shares its layers, a failure inside also returns ``None``."""
         result: T | None = None
         is_done = False
         try:

@@ -37,8 +37,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class PageApp:
-    """An ASGI application for :data:`PATHS`. It only shows: a browser that knows the key sends it along with any
-    request to this server, also with those that other sites make it send, so the key of a browser changes nothing.
+    """An ASGI application for :data:`PATHS`. It only reads. Browsers send a known key with every request, even with
+    those that other sites trigger, so no request may change anything.
 
     ========================== =====================================================================
     ``GET /kvmosaic/``         the page

@@ -10,8 +10,8 @@ from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 DIGIT, QUANTISED_DIGIT = 128, 8
 """Bounds below which integers are exact in every dtype that a model has, and in every dtype of a quantised cache."""
 OUTWARD = 1 + 2**-7
-"""Factor of numbers that are read from a quantised cache. vLLM's writer for CPUs rounds towards zero: without it, the
-writer would store a smaller number than was read. It is too small for a larger one."""
+"""Factor of numbers that are read from a quantised cache. Without it, vLLM's CPU writer, which rounds towards zero,
+would store a smaller number. It is too small to reach the next larger one."""
 
 
 class BlockReader:

@@ -89,11 +89,12 @@ class KnownAdapters:
         return None if self.of(request) is None else self._unplanned.pop(request.request_id, None)
 
     def stays_unknown(self, request: Any) -> bool:
-        """Whether a request was to be planned later, and has begun before that."""
+        """Whether a request begins although its adapter never became known."""
         return self._unplanned.pop(request.request_id, None) is not None
 
     def of(self, request: Any) -> Adapter | None:
-        """The adapter of a request; ``None`` if it has none, or unless all ranks have told the same of it."""
+        """The adapter of a request; ``None`` if it has none, or if not all ranks have reported the
+        same weights for it."""
         return None if request.lora_request is None else self._adapter(request.lora_request.lora_int_id)
 
     def in_step(self, step: Step) -> frozenset[Adapter]:

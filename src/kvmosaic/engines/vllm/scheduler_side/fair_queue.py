@@ -61,7 +61,7 @@ class FairQueue:
 
     @property
     def oldest(self) -> float:
-        """Time since which the oldest chunk waits."""
+        """Time at which the oldest chunk began to wait."""
         return min(chunk.since for chunk in self._waiting.values())
 
     def add(self, chunks: Iterable[WaitingChunk]) -> None:

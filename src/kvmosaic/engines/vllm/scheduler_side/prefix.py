@@ -31,7 +31,7 @@ no document has the hash of such a segment: moved to another position, its KV wo
 
 @dataclass
 class _Exact:
-    """A request all of whose KV is what vLLM computes."""
+    """A request whose KV is all computed by vLLM."""
 
     request: Any
     digests: list[bytes] = field(default_factory=list)
@@ -48,8 +48,7 @@ class _Exact:
     """Whether weights changed since it arrived, so that its KV must not be saved."""
     salts: BlockSalts | None = None
     cut_from: dict[int, int] = field(default_factory=dict)
-    """By segment: the token from whose block on the segment's blocks in vLLM's prefix cache are incomplete. They lack
-    KV that tokens inside the segment see in layers with a sliding window."""
+    """By segment: the token at which its blocks in vLLM's prefix cache begin to be incomplete. They lack KV that tokens inside the segment see in layers with a sliding window."""
 
 
 class PrefixScheduler:

@@ -87,7 +87,7 @@ class ChunkRequest:
         return any(span.start < local < span.end for span in self.prompt.chunks)
 
     def first_cut_block(self, shape: EngineShape) -> int | None:
-        """The block in which the first chunk begins of which some layers keep only a part; ``None`` without one."""
+        """The first block of the first chunk that some layers keep only in part; ``None`` without one."""
         cut = (span.start for span in self.prompt.chunks if shape.is_cut(len(span)))
         start = next(cut, None)
         return None if start is None else start // shape.hash_block_size

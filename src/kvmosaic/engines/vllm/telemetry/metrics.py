@@ -68,7 +68,7 @@ class ChunkStats(KVConnectorStats):
             self.failed("schedule")
 
     def failed(self, stage: FailingStage) -> None:
-        """Count a failure despite which the engine continues."""
+        """Count a failure that does not stop the engine."""
         self.count("errors", stage)
 
     def count_alike(self, name: CountName, label: str, amount: int = 1) -> None:

@@ -16,7 +16,7 @@ class Running:
     """A stage that is being timed."""
 
     end: torch.cuda.Event | None = None
-    """Event that ends the stage, if it does not end with the work that the engine's stream has by then."""
+    """Event that ends the stage, if its last work is not on the engine's stream."""
     has_failed: bool = False
     """Whether its duration says nothing about the next one."""
 
