@@ -52,8 +52,8 @@ def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def padded_to(groups: int) -> int:
-    """Scales are padded to a multiple of this many tokens. ``groups``: scales per token, K and V together. Layers then
-    begin at multiples of 16 bytes, which fast copies need."""
+    """Scales are padded to a multiple of this many tokens. ``groups``: scales per token, K and V together. Layers
+    then begin at multiples of 16 bytes, which fast copies need."""
     return 8 if groups % 2 else 4
 
 

@@ -47,8 +47,8 @@ def choose(
 
 
 def _stored(place: Place, within: Span, first: int, is_stored: IsStored) -> list[Span]:
-    """The stored pieces of a run, ascending and not overlapping. If two overlap, the longer one is used,
-    because more of it was computed with the text before it. A piece may extend beyond the run; if this prompt has a different text
+    """The stored pieces of a run, ascending and not overlapping. If two overlap, the longer one is used, because more
+    of it was computed with the text before it. A piece may extend beyond the run; if this prompt has a different text
     there, the piece is not stored."""
     found: list[Span] = []
     for piece in place.run.pieces_at(place.start):

@@ -48,7 +48,8 @@ class _Exact:
     """Whether weights changed since it arrived, so that its KV must not be saved."""
     salts: BlockSalts | None = None
     cut_from: dict[int, int] = field(default_factory=dict)
-    """By segment: the token at which its blocks in vLLM's prefix cache begin to be incomplete. They lack KV that tokens inside the segment see in layers with a sliding window."""
+    """By segment: the token at which its blocks in vLLM's prefix cache begin to be incomplete. They lack KV that
+    tokens inside the segment see in layers with a sliding window."""
 
 
 class PrefixScheduler:

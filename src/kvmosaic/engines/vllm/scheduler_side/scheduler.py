@@ -106,10 +106,8 @@ class ChunkScheduler:
         self.prefixes.add(request)
 
     def matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """Number of tokens after the first ``local`` that the worker loads (all tokens up to the question), and
-        whether the load takes several steps. The number is ``None`` while chunks are being fetched from slower tiers,
-        so that other requests continue meanwhile. A load takes several steps if other requests' next tokens would
-        wait too long for all of it."""
+        """Number of tokens after the first ``local`` that the worker loads, up to the question, and whether the load
+        takes several steps. The number is ``None`` while the request waits, for example for slower tiers."""
         ours = self._requests.get(request.request_id)
         try:
             return self._matched_tokens(request, local)
@@ -201,8 +199,7 @@ class ChunkScheduler:
         return work
 
     def empty_memory(self) -> None:
-        """Have the workers forget all entries in memory. vLLM asks for this, also when it goes to sleep, which is no
-        reason to delete what other engines share."""
+        """Have the workers forget all entries in memory. vLLM also asks for this when it goes to sleep."""
         self._mirror.clear()
         if self._pool is not None:
             self._backlog.clear(self._pool)
@@ -237,8 +234,7 @@ class ChunkScheduler:
             self.prefixes.changed({digest for rank in report.ranks for digest in rank.changes})
 
     def _change_weights(self, changes: int, digest: str) -> None:
-        """Weights have changed, for the ``changes``-th time. Current requests may have KV of the old weights, so
-        nothing of them may be stored."""
+        """Weights have changed, for the ``changes``-th time. Current requests may have KV of the old ones."""
         self._work.weights = changes
         self._salt = weights_salt(changes, digest)
         if self._pool is not None:
