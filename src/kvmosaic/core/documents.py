@@ -100,7 +100,7 @@ def find_documents(
     places: list[tuple[int, _Name]] = []
     # A normalised prompt has all texts normalised. JSON and plain text may be in one prompt: a quotation of a tool's
     # result must not hide the result itself.
-    for write in (spellings, lambda text: (normalize(text),)):
+    for write in (spellings, lambda text: {normalize(text)} - {text}):
         texts = [text for text in indices if len(text) <= len(prompt.bytes)]
         names = [(text, _Name(new)) for text in texts for new in write(text)]
         fitting = [name for _, name in names if ANCHOR <= len(name.bytes) <= len(prompt.bytes)]
