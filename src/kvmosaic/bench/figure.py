@@ -1,4 +1,4 @@
-"""Measured times to first token as a figure: one bar for each, with how much sooner it is than a full prefill."""
+"""Draws measured times to first token: a bar for each, and its speed-up over a full prefill."""
 
 from collections.abc import Iterator
 from html import escape
@@ -29,7 +29,7 @@ class _Part(BaseModel):
 
 
 class Run(_Part):
-    """One sitting in which rows were measured."""
+    """One session in which rows were measured."""
 
     device: str
     date: str
@@ -51,13 +51,13 @@ class Row(_Part):
     ms: float = Field(gt=0)
     """Median."""
     range_ms: tuple[float, float] | None = None
-    """Least and most, if they are known."""
+    """Minimum and maximum, if they are known."""
     run: str
     """Name of the run it is from."""
 
 
 class Measured(_Part):
-    """What a figure is drawn from."""
+    """The data of a figure."""
 
     title: str
     subtitle: str

@@ -24,7 +24,7 @@ class Request:
     """Time of each generated token."""
     is_finished: bool = False
     chunks: list[dict[str, Any]] = field(default_factory=list)
-    """The report on its chunks; empty if it was served like in plain vLLM."""
+    """The report on its chunks; empty if it was served as by plain vLLM."""
 
     def first_token_ms(self, now: float = math.nan) -> float:
         """Milliseconds until the first token, or until ``now`` if there is none yet."""

@@ -1,9 +1,11 @@
 """vLLM under RAG traffic with Poisson arrivals: latencies, and the highest request rate that meets an objective.
 
 Plain vLLM with its prefix cache and vLLM with the chunk cache run one after the other, and get the same requests at
-the same times. All documents have been seen before.
+the same times. All documents have been seen before, except a number of new ones in every query where that is asked
+for.
 """
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -12,7 +14,8 @@ from typing import Any
 from kvmosaic.bench.engine import Model, machine, start
 from kvmosaic.bench.process import ENGINES, compare, tell
 from kvmosaic.bench.steps import Request, Steps, hit_share, percentiles
-from kvmosaic.bench.traffic import Corpus, arrivals, assemble, popular
+from kvmosaic.bench.traffic import Corpus, Prompt, arrivals, assemble, popular, random_tokens
+from kvmosaic.core.errors import ConfigError
 
 WARM_UP = 8
 """Number of warm-up requests of the measured kind, which do not count."""
@@ -26,10 +29,14 @@ def run(
     outputs: int,
     objective_ms: float,
     ratio: float,
+    new: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Latencies of both engines at every rate, in requests per second. Each rate lasts for ``seconds``; ``outputs``
-    tokens are generated per request. ``objective_ms``: target for the 90th percentile of the time to first token."""
+    tokens are generated per request. ``objective_ms``: target for the 90th percentile of the time to first token.
+    ``new``: number of documents in each query that no earlier query had."""
+    if new > corpus.per_query:
+        raise ConfigError(f"{new} new documents per query: a query has only {corpus.per_query}")
     rates = sorted(rates)
     arguments = {
         "model": asdict(model),
@@ -40,6 +47,7 @@ def run(
         # A request without a first token after this time has missed the objective in any case.
         "grace": 2 * objective_ms / 1e3,
         "ratio": ratio,
+        "new": new,
     }
     measured = compare(__name__, arguments, progress)
     rows = []
@@ -69,6 +77,7 @@ def measure(
     outputs: int,
     grace: float,
     ratio: float,
+    new: int,
 ) -> dict[str, Any]:
     """Latencies of one engine at every rate. Requests that are unfinished ``grace`` seconds after the last arrival
     are aborted."""
@@ -81,7 +90,7 @@ def measure(
         max_num_batched_tokens=8192,
     )
     params = {"recompute_ratio": ratio} if engine == "reuse" else None
-    load = _Load(Steps(llm), documents, outputs, params)
+    load = _Load(Steps(llm), documents, outputs, new, params)
     tell("warming up")
     load.warm_up()
     results = []
@@ -94,8 +103,8 @@ def measure(
 class _Load:
     """Requests over a corpus, sent to one engine."""
 
-    def __init__(self, steps: Steps, corpus: Corpus, outputs: int, params: dict[str, Any] | None) -> None:
-        self._steps, self._corpus, self._outputs, self._params = steps, corpus, outputs, params
+    def __init__(self, steps: Steps, corpus: Corpus, outputs: int, new: int, params: dict[str, Any] | None) -> None:
+        self._steps, self._corpus, self._outputs, self._new, self._params = steps, corpus, outputs, new, params
         self._texts, self._system = corpus.texts(), corpus.system()
 
     def warm_up(self) -> None:
@@ -103,12 +112,12 @@ class _Load:
         rng, each = self._corpus.rng("warm-up"), self._corpus.per_query
         for first in range(0, self._corpus.documents, each):
             prompt = assemble(self._system, self._texts[first : first + each], rng)
-            # Documents are filled in decode steps, at least one per step.
-            self._steps.add(prompt, 1 + each, self._params)
+            # Documents are filled in decode steps, at least one per step, from the second one on.
+            self._steps.add(prompt, 2 + each, self._params)
             self._steps.finish()
         queries = popular(self._corpus, rng)
         for _ in range(WARM_UP):
-            self._steps.add(assemble(self._system, [self._texts[i] for i in next(queries)], rng), 2, self._params)
+            self._steps.add(self._prompt(next(queries), rng), 2 + WARM_UP * self._new, self._params)
         self._steps.finish()
 
     def offer(self, rate: float, seconds: float, grace: float) -> dict[str, Any]:
@@ -118,7 +127,7 @@ class _Load:
         rng, requests = self._corpus.rng(f"rate {rate:g}"), list[Request]()
         times = arrivals(rate, seconds, rng)
         queries = popular(self._corpus, rng)
-        prompts = [assemble(self._system, [self._texts[i] for i in next(queries)], rng) for _ in times]
+        prompts = [self._prompt(next(queries), rng) for _ in times]
         begin = time.perf_counter()
         while self._steps.is_busy or len(requests) < len(times):
             now = time.perf_counter() - begin
@@ -145,3 +154,10 @@ class _Load:
             "unfinished": len(times) - len(served),
             **({} if self._params is None else {"hit_share": hit_share(requests, self._corpus.per_query)}),
         }
+
+    def _prompt(self, numbers: Sequence[int], rng: random.Random) -> Prompt:
+        """A prompt of the documents with these numbers, some of them replaced by new ones."""
+        texts = [self._texts[number] for number in numbers]
+        for place in rng.sample(range(len(texts)), self._new):
+            texts[place] = random_tokens(rng, self._corpus.document_tokens)
+        return assemble(self._system, texts, rng)

@@ -26,7 +26,7 @@ class Composite(Policy):
     first: Annotated[int, Field(ge=0, lt=2**31)] = 4
     reach: Annotated[float, Field(gt=0, le=1e9)] = 16.0
     runs: Annotated[int, Field(ge=1, lt=2**31)] = 256
-    """Approximate maximum number of runs. Single tokens are the better choice, but each run costs an attention."""
+    """Approximate maximum number of runs. Single tokens are better, but each run costs an attention call."""
     layers: Annotated[int, Field(ge=1, lt=2**31)] = PROBED_LAYERS
     asking: Annotated[float, Field(ge=0, le=1)] = 0.16
     """Maximum share of the budget for probing the question. If the probe costs more, the first tokens of chunks are

@@ -62,7 +62,7 @@ def lookup(json: JsonOption = False) -> None:
 
 @app.command("eviction")
 def eviction(
-    seed: Annotated[int, typer.Option(help="Random seed of the made-up data.")] = 0, json: JsonOption = False
+    seed: Annotated[int, typer.Option(help="Random seed for the made-up data.")] = 0, json: JsonOption = False
 ) -> None:
     """Hit rate of the eviction policy against plain LRU, on popular chunks mixed with scans."""
     from kvmosaic.bench import eviction
@@ -83,7 +83,7 @@ def discovery(
     ] = None,
     model: ModelOption = "smollm2-135m",
     prompts: Annotated[int, typer.Option(help="Number of prompts for each kind of traffic.", min=1)] = 400,
-    seed: Annotated[int, typer.Option(help="Random seed of the made-up data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for the made-up data.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Share of reusable text that chunk_sources=auto finds in traffic without named documents, and the time that it
@@ -109,8 +109,8 @@ def discovery(
 def documents(
     model: ModelOption = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="Approximate length of each prompt, in tokens.", min=100)] = 10_000,
-    repeats: Annotated[int, typer.Option(help="Number of measurements of each prompt.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Random seed of the made-up data.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Number of times that each prompt is measured.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Random seed for the made-up data.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Time to find named documents in a request's JSON and in the prompt's tokens."""
@@ -145,7 +145,9 @@ def store(
     disk_path: Annotated[
         Path | None, typer.Option(help="Folder on the disk to measure; temporary files in it are removed afterwards.")
     ] = None,
-    entries: Annotated[int, typer.Option(help="Number of entries that are written or read at a time.", min=2)] = 4,
+    entries: Annotated[
+        int, typer.Option(help="Number of entries (stored chunks) that are written or read at a time.", min=2)
+    ] = 4,
     tokens: Annotated[int, typer.Option(help="Number of tokens per entry.", min=1)] = 128,
     layers: Annotated[int, typer.Option(help="Number of layers of an entry.", min=1)] = 32,
     heads: Annotated[
@@ -222,10 +224,10 @@ def ttft(
 @app.command("kernels")
 def kernels(
     context: Annotated[
-        int, typer.Option(help="Number of tokens whose KV is moved and attended to.", min=512)
+        int, typer.Option(help="Number of tokens whose KV is moved, and over which attention is computed.", min=512)
     ] = 16384,
-    chunk: Annotated[int, typer.Option(help="Number of tokens per entry.", min=1)] = 512,
-    layers: Annotated[int, typer.Option(help="Number of layers of an entry.", min=1)] = 32,
+    chunk: Annotated[int, typer.Option(help="Number of tokens per entry (a stored chunk).", min=1)] = 512,
+    layers: Annotated[int, typer.Option(help="Number of layers of a stored entry.", min=1)] = 32,
     heads: Annotated[int, typer.Option(help="Number of KV heads.", min=1)] = 8,
     group: Annotated[int, typer.Option(help="Number of query heads per KV head.", min=1, max=128)] = 4,
     head_dim: Annotated[int, typer.Option(help="Dimension of a head.", min=2)] = 128,

@@ -29,7 +29,7 @@ SeedOption = Annotated[int, typer.Option(help="Random seed for documents, questi
 
 def throughput(
     rates: Annotated[
-        str, typer.Option(help="Request rates to measure one after the other, in requests per second.")
+        str, typer.Option(help="Request rates to measure, in requests per second, separated by commas.")
     ] = "2,4,8,16,32",
     seconds: Annotated[float, typer.Option(help="Duration of each request rate, in seconds.", min=0.1)] = 5.0,
     objective_ms: Annotated[
@@ -39,6 +39,9 @@ def throughput(
     documents: DocumentsOption = 200,
     document_tokens: TokensOption = 512,
     per_query: PerQueryOption = 14,
+    new_per_query: Annotated[
+        int, typer.Option(help="Number of documents in each query that no earlier query had.", min=0)
+    ] = 0,
     ratio: RatioOption = 0.0,
     layers: LayersOption = 32,
     heads: HeadsOption = 32,
@@ -62,7 +65,9 @@ def throughput(
     bench_plots.check(plot)
     model, corpus = Model(layers, heads, eager), Corpus(documents, document_tokens, per_query, seed)
     with reporting("starting vLLM") as progress:
-        result = throughput.run(model, corpus, offered, seconds, outputs, objective_ms, ratio, progress=progress)
+        result = throughput.run(
+            model, corpus, offered, seconds, outputs, objective_ms, ratio, new_per_query, progress
+        )
     times = [f"{kind}_p{share}_ms" for kind in ("ttft", "itl") for share in (50, 90, 99)]
     columns = (*times, "completed_per_s", "unfinished", "hit_share")
     print_table(
@@ -132,14 +137,15 @@ def interference(
     documents: Annotated[int, typer.Option(help="Number of documents in the long prompt.", min=1)] = 32,
     document_tokens: TokensOption = 512,
     decoders: Annotated[
-        int, typer.Option(help="Number of requests that decode while the long prompt is processed.", min=1)
+        int, typer.Option(help="Number of requests that generate tokens while the long prompt is processed.", min=1)
     ] = 16,
     policy: Annotated[
         str, typer.Option(help="Policy that chooses which document tokens to recompute.")
     ] = "composite",
     ratio: RatioOption = 0.15,
     turns: Annotated[
-        int, typer.Option(help="Number of long prompts of each kind: prefilled and blended.", min=1)
+        int,
+        typer.Option(help="Number of long prompts that are prefilled, and number of those that are blended.", min=1),
     ] = 10,
     layers: LayersOption = 32,
     heads: HeadsOption = 32,
@@ -147,8 +153,8 @@ def interference(
     seed: SeedOption = 0,
     json: JsonOption = False,
 ) -> None:
-    """vLLM: time between tokens of decoding requests while a long prompt is blended, compared with a prefill in steps
-    of 2048 tokens."""
+    """vLLM: time between the tokens of other requests while a long prompt of known documents is blended (reused and
+    partly recomputed), compared with its prefill in steps of 2048 tokens."""
     from kvmosaic.bench import interference
     from kvmosaic.bench.engine import Model
     from kvmosaic.bench.traffic import Corpus

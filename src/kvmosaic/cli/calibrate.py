@@ -40,20 +40,27 @@ def calibrate(
         ),
     ] = 0.9,
     policies: Annotated[
-        str, typer.Option(help="Policies to choose from, separated by commas.")
+        str,
+        typer.Option(help="Candidate policies (rules that choose which tokens to recompute), separated by commas."),
     ] = "composite,sink-link",
     ratios: Annotated[
-        str, typer.Option(help="Recompute ratios to choose from, separated by commas; 0 is always included.")
+        str,
+        typer.Option(
+            help="Candidate shares of document tokens to recompute, separated by commas; 0 is always included."
+        ),
     ] = "0.02,0.05,0.1,0.15,0.3",
     sink_prefixes: Annotated[
         str | None,
         typer.Option(
-            help="Sink prefixes to choose from, separated by commas: bos, none, document, learned:FILE, or a text "
-            "without commas. Default: bos, none, document, and the model's learned sink if there is one."
+            help="Candidate sink prefixes (texts that precede every chunk when its KV is computed), separated by "
+            "commas: bos, none, document, learned:FILE, or a text without commas. Default: bos, none, document, and "
+            "the model's learned sink if there is one."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Maximum number of examples.")] = 25,
-    seed: Annotated[int, typer.Option(help="Random seed that chooses examples and distractors.")] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum number of examples to measure.")] = 25,
+    seed: Annotated[
+        int, typer.Option(help="Random seed that chooses the examples, and the other documents in their prompts.")
+    ] = 0,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the results of single examples. Default: in the user's cache.")
     ] = None,

@@ -51,8 +51,10 @@ def evaluate(
         str,
         typer.Option(help="Shares of chunk tokens to recompute, separated by commas; 0 and 1 are always included."),
     ] = "0.02,0.05,0.1,0.15,0.3",
-    limit: Annotated[int, typer.Option(help="Maximum number of examples.")] = 25,
-    seed: Annotated[int, typer.Option(help="Random seed that chooses examples and distractors.")] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum number of examples to measure.")] = 25,
+    seed: Annotated[
+        int, typer.Option(help="Random seed that chooses the examples, and the other documents in their prompts.")
+    ] = 0,
     max_answer: Annotated[
         int | None,
         typer.Option(

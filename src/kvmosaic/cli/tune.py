@@ -36,12 +36,12 @@ def tune(
         list[Path] | None,
         typer.Option(
             help="Training data: a file or folder of documents (text or JSONL), or a file of examples as for "
-            "`kvmosaic eval`; may be repeated."
+            "`kvmosaic eval`; may be repeated. Default: made-up texts."
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Maximum training time, in minutes.")] = 15.0,
     steps: Annotated[int, typer.Option(help="Maximum number of training steps.")] = 2500,
-    tokens: Annotated[int, typer.Option(help="Length of the sink prefix, in tokens.")] = TOKENS,
+    tokens: Annotated[int, typer.Option(help="Length of the learned sink prefix, in tokens.")] = TOKENS,
     seed: Annotated[int, typer.Option(help="Random seed that chooses the training prompts.")] = 0,
     output: Annotated[
         Path | None,

@@ -28,7 +28,7 @@ def accelerator_there() -> Any | None:
 
 
 def free_unused_memory() -> None:
-    """Give memory of the accelerator back that torch keeps for later."""
+    """Return accelerator memory that torch keeps for later."""
     module = accelerator_in_use()
     if module is not None:
         module.empty_cache()

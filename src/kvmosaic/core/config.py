@@ -27,9 +27,18 @@ logger = logging.getLogger(__name__)
 PREFIX = "KVMOSAIC_"
 """Prefix of the environment variables that settings are read from."""
 CONFIG_FILE_VARIABLE = "KVMOSAIC_CONFIG"
-CLIENT_PARAMETERS = ("chunk_cache", "recompute_ratio", "policy", "boundaries", "documents", "question", "report")
+CLIENT_PARAMETERS = (
+    "chunk_cache",
+    "recompute_ratio",
+    "policy",
+    "boundaries",
+    "documents",
+    "question",
+    "seams",
+    "report",
+)
 """Parameters that a request to the vLLM engine may have."""
-CHUNK_SOURCES = ("documents", "parts", "tools", "auto")
+CHUNK_SOURCES = ("documents", "parts", "tools", "images", "auto")
 """Sources of documents for a server, besides the documents that a request names."""
 SECRETS = (PASSWORD_VARIABLE, STORE_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
 """Environment variables with secrets. Secrets are not settings, because settings are logged."""
@@ -48,7 +57,7 @@ class ChunkCacheConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     enable_chunk_cache: bool = False
-    """Whether the KV cache of documents is reused, at any position in a prompt."""
+    """Whether the chunk cache is on: the KV cache of documents is then reused, at any position in a prompt."""
     chunk_separator: str | None = None
     """Text that splits prompts into chunks, in addition to named documents. ``None`` or empty: no splitting.
     ``kvmosaic separator`` prints a separator that nobody can guess."""
@@ -57,29 +66,32 @@ class ChunkCacheConfig(BaseSettings):
     chunk_hash_algorithm: Literal["xxhash", "sha256"] = "xxhash"
     """Hash function for the content of chunks."""
     chunk_context: Literal["alone", "system"] = "alone"
-    """Context that a chunk is computed after: the sink prefix alone, or the request's system prompt."""
+    """Context that a chunk (a document's reusable part) is computed after. ``alone``: the sink prefix. ``system``:
+    the system prompt of the request that brings the chunk."""
     sink_prefix: str = "document"
     """Sink prefix that a chunk is computed after: ``bos``, ``none``, ``document`` (BOS and a neutral text),
     ``learned:FILE`` (a sink made by ``kvmosaic tune``), or a literal text. The KV of the prefix itself is dropped."""
     recompute_ratio: float = Field(0.15, ge=0.0, le=1.0)
-    """Share of a request's chunk tokens that a blend recomputes, including the cost of choosing them: 0 for none, 1
-    for all, which is exact."""
+    """Share of a request's reused document tokens to recompute, including the cost of choosing them: 0 for none, 1
+    for all, which gives the answers of a full prefill."""
     policy: str = "composite"
-    """Policy that chooses the recomputed tokens: a name, with options in brackets, like ``sink-link(k=8)``."""
+    """Policy that chooses which reused tokens to recompute: a name, with options in brackets, like ``composite`` or
+    ``sink-link(k=8)``."""
     miss_policy: Literal["background", "fill-first", "never"] = "background"
-    """Treatment of chunks that are not in the store. ``background``: ordinary text of the request, filled afterwards
-    in the background. ``fill-first``: filled first, then used. ``never``: ordinary text; only
-    warming stores chunks."""
+    """Treatment of documents that are not stored yet. ``background``: the request computes them as ordinary text, and
+    they are computed alone and stored afterwards. ``fill-first``: they are computed alone and stored first, then
+    reused. ``never``: the request computes them as ordinary text, and only warming stores documents."""
     prefix_blocks: bool = False
     """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed. It serves
     prompts that begin with the same tokens, after vLLM's own prefix cache has evicted them or in another engine."""
     chunk_sources: str = "documents,parts,tools"
     """Sources of documents for the vLLM server, besides the documents that a request names: ``all``, ``none``, or
     some of ``documents`` (the field of that name, and document blocks), ``parts`` (text parts of messages, except for
-    questions), ``tools`` (results of tools), ``auto`` (text that recurs after different beginnings)."""
+    questions), ``tools`` (results of tools), ``images``, ``auto`` (text that recurs after different beginnings)."""
     client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries,documents,question"
-    """Parameters that requests to the vLLM engine may have: ``all``, ``none``, or some of
-    ``chunk_cache``, ``recompute_ratio``, ``policy``, ``boundaries``, ``documents``, ``question``, ``report``."""
+    """Parameters that requests to the vLLM engine may have in their ``kv_transfer_params``: ``all``, ``none``, or
+    some of ``chunk_cache``, ``recompute_ratio``, ``policy``, ``boundaries``, ``documents``, ``question``,
+    ``report``."""
     admin_shows_text: bool = False
     """Whether clients with the admin key of ``/kvmosaic/`` may also see the beginning of documents."""
     chunk_page: bool = False
@@ -87,7 +99,8 @@ class ChunkCacheConfig(BaseSettings):
     key."""
     window_tails: bool = True
     """Whether the vLLM engine stores, for layers with a sliding window, only the KV that tokens after a chunk can
-    see. It stores everything if recompute_ratio and policy recompute tokens inside chunks, because those see more."""
+    see. It stores all KV if recompute_ratio and policy recompute tokens inside chunks, because those tokens see more
+    of it."""
     self_test: bool = True
     """Whether engines compare reuse with exact references at start, and disable reuse if the results differ."""
     entry_dtype: Literal["auto", "int8"] = "auto"
@@ -95,18 +108,19 @@ class ChunkCacheConfig(BaseSettings):
     the memory, disk space and network traffic; engines with the other setting do not find such documents. Exact
     prefixes are always stored as computed."""
     chunk_cache_gpu_memory_fraction: float = Field(0.15, ge=0.0, lt=1.0)
-    """Share of a GPU's memory for the device tier (vLLM engine)."""
+    """Share of GPU memory in which the vLLM engine keeps reusable KV (the device tier)."""
     host_memory: ByteSize = Field(ByteSize(2 * 1024**3), ge=0)
-    """Byte budget of the host tier of each worker process, like ``8GiB``."""
+    """Host memory in which each worker process keeps reusable KV (the host tier), in bytes, like ``8GiB``."""
     disk_path: Path | None = None
-    """Directory of the disk tier. Unset: no disk tier."""
+    """Directory in which reusable KV is stored (the disk tier). Unset: nothing is stored on disk."""
     disk_space: ByteSize = Field(ByteSize(20 * 1024**3), ge=0)
-    """Byte budget of the disk tier, for each process that writes to it."""
+    """Maximum size of the disk tier, in bytes, for each process that writes to it, like ``100GiB``."""
     tenant_quota: ByteSize | None = Field(None, ge=0)
-    """Quota of this tenant's entries in the disk tier, in bytes. If it is set, only this tenant's entries are counted
-    and evicted. If not, the entries of all tenants are, within ``disk_space``."""
+    """Maximum size of this tenant's entries in the disk tier, in bytes. If it is set, only this tenant's entries are
+    counted and evicted. Unset: the entries of all tenants are counted and evicted, within ``disk_space``."""
     remote: str | None = None
-    """URL of the remote tier, like ``valkey://host:6379/0`` or ``mooncake://host:50051``. Unset: no remote tier."""
+    """URL of a store on other machines that engines share (the remote tier), like ``valkey://host:6379/0`` or
+    ``mooncake://host:50051``. Unset: no remote tier."""
     remote_deadline_ms: int = Field(500, ge=1)
     """Timeout of a call to the remote tier, in milliseconds, in addition to the time for moving its data. After a
     timeout the tier is not used until it answers again."""
@@ -130,7 +144,7 @@ class ChunkCacheConfig(BaseSettings):
     @property
     def allowed_parameters(self) -> frozenset[str]:
         """Names of the parameters that requests may have, including those that the server adds itself."""
-        added = {"documents", "question"} if self.sources - {"auto"} else set()
+        added = {"documents", "question", "seams"} if self.sources - {"images", "auto"} else set()
         added |= {"question"} if self.chunk_separator else set()
         added |= {"report"} if self.chunk_page else set()
         return _names(self.client_parameters, CLIENT_PARAMETERS) | added

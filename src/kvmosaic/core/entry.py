@@ -62,7 +62,7 @@ class KVFormat:
 
     @property
     def numbers(self) -> str:
-        """Name of the numbers that rows are stored in, in keys and headers: ``""`` for the model's own, ``int8`` for
+        """Name of the number format of stored rows, in keys and headers: ``""`` for the model's own, ``int8`` for
         8 bits with one scale for each row, ``int8x64`` for 8 bits with a scale for each 64 columns of longer rows."""
         if not self.is_int8:
             return ""
@@ -203,6 +203,9 @@ class ChunkKV:
     data: torch.Tensor
     kind: EntryKind | None = None
     """Kind of the entry; ``None`` if it is unknown, because earlier releases did not record it."""
+    lag: int = 0
+    """Number by which rotary positions are lower than indices at the place where the entry is put. Images before it
+    make a difference in some models. Not stored."""
 
     def __post_init__(self) -> None:
         expected = (self.format.heads, self.format.num_elements(len(self.tokens)))
@@ -254,8 +257,9 @@ class ChunkKV:
 
     @property
     def first_position(self) -> int:
-        """Virtual position of the chunk's first token."""
-        return VIRTUAL_POS_START + len(self.context)
+        """Virtual position of the chunk's first token. A turn from here to an index also takes the lag into account,
+        because only the distance counts."""
+        return VIRTUAL_POS_START + len(self.context) + self.lag
 
     @property
     def nbytes(self) -> int:

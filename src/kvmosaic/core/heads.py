@@ -61,7 +61,7 @@ class HeadRange:
                 f"remote_layers={together}: a pipeline stage begins at layer {self.first_layer}, which is not "
                 "a multiple of it; choose a number that divides the first layers of all stages"
             )
-        # All layers together have one name.
+        # If all layers are stored together, the name does not depend on ``together``.
         together = None if together is None or together >= self.layers else together
         return replace(self, together=together)
 

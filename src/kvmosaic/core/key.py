@@ -21,7 +21,7 @@ MOST_TOKENS = 2**31
 LAYOUT_VERSION = 2
 """Part of every fingerprint. Increment it when the meaning of stored bytes changes."""
 INT8 = "int8"
-"""Start of the names of numbers in 8 bits."""
+"""Prefix of the names of number formats in 8 bits."""
 EXACT = b"="
 """Mark behind the content hash of an entry that is stored as it was computed, in reports of an engine whose documents
 are in 8 bits. An exact copy of a document, which other engines may have stored, is not that engine's document."""
@@ -79,7 +79,7 @@ def format_fingerprint(**fields: object) -> str:
 
 
 def marked(fingerprint: str, numbers: str) -> str:
-    """A fingerprint that ends in the name of the numbers that entries are stored in (``KVFormat.numbers``). The name
+    """A fingerprint that ends in the name of the entries' number format (``KVFormat.numbers``). The name
     is legible, because the size of an entry has to be known before the entry is read."""
     return f"{fingerprint}.{numbers}" if numbers else fingerprint
 
@@ -99,8 +99,8 @@ class ChunkKey:
 
     @property
     def numbers(self) -> str:
-        """Name of the numbers that the entry is stored in, see ``KVFormat.numbers``. Engines that store different
-        numbers never find each other's documents, because their keys differ."""
+        """Name of the entry's number format, see ``KVFormat.numbers``. Engines with different number formats never
+        find each other's documents, because their keys differ."""
         return self.fingerprint.partition("-")[0].partition(".")[2]
 
     @property

@@ -17,7 +17,7 @@ WITNESS_TOLERANCE = 0.1
 """Maximum relative difference of these values for a model to count as the one that a sink was learned for. Rounding
 to half precision causes a difference of 0.02, another model one of 1."""
 QUANTISED_TOLERANCE = 0.4
-"""Likewise, for models that attend to a quantised KV cache."""
+"""Maximum relative difference of these values for models that attend to a quantised KV cache."""
 PLACEHOLDER = -1
 """Stand-in for each token of a learned sink, where keys and entries list the tokens before a chunk. It is not a valid
 token id, so nothing that a client sends can be mistaken for a learned sink."""

@@ -50,7 +50,9 @@ class ChunkTokenParser:
         self._pieces = None if tokenizer is None else TokenBytes(tokenizer)
         self._texts = None if self._pieces is None else PromptTexts(self._pieces)
         self._markers = turn_markers(tokenizer)
-        self._marker_ids = np.array(sorted(self._markers), dtype=np.int64)
+        self._is_marker = np.zeros(max(self._markers, default=-1) + 2, dtype=bool)
+        """By token id; the last item stands for all larger ids."""
+        self._is_marker[list(self._markers)] = True
         if tokenizer is None or not separator:
             return
         if len(self._part_starts(self._text(tokenizer.encode(f"a{separator}b")), None)) != 2:
@@ -79,18 +81,23 @@ class ChunkTokenParser:
         return self._worth_storing(self._from_boundaries(self._ids(prompt), boundaries))
 
     def parse_named(
-        self, prompt: str | Sequence[int], documents: Sequence[str] = (), question: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        documents: Sequence[str] = (),
+        question: str | None = None,
+        seams: Sequence[tuple[str, str]] = (),
     ) -> NamedPrompt:
         """Parse text or token ids in which ``documents`` are chunks at any position. A separator, if there is one,
-        creates further chunks, but only before the first occurrence of ``question``."""
+        creates further chunks, but only before the first occurrence of ``question``. No document is found over one
+        of ``seams``, where questions begin."""
         tokens = tuple(self._ids(prompt))
         if self._texts is None or not tokens or not (documents or self._separator):
             return NamedPrompt(ChunkedPrompt(tokens, ()), tuple(range(len(documents))))
         ids = _numbers(tokens)
         text = self._texts.of(ids)
-        found = find_documents(text, documents, self._normalize)
+        found = find_documents(text, documents, self._normalize, seams)
         # The last token must be left to prefill. Text that contains a role marker has a meaning only at its position.
-        bounds = [*np.flatnonzero(np.isin(ids, self._marker_ids)).tolist(), len(tokens) - 1]
+        bounds = [*np.flatnonzero(self._is_marker.take(ids, mode="clip")).tolist(), len(tokens) - 1]
         chunks = [span for span in found.spans if span.end <= bounds[bisect_left(bounds, span.start)]]
         if self._separator:
             chunks = _with(chunks, self._separated(tokens, text, question))

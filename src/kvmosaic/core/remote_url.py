@@ -16,7 +16,7 @@ EXAMPLES = "valkey://host:6379/0, redis://host:6379/0 or mooncake://host:50051"
 
 def without_passwords(text: str) -> str:
     """A text with everything between the first ``://`` and the last ``@`` masked. A URL may contain a password there,
-    which must not be logged. A password may contain any character, so that more may be masked than the password."""
+    which must not be logged. A password may contain any character, so more than the password may be masked."""
     return re.sub(r"://.*@", "://***@", text, flags=re.DOTALL)
 
 

@@ -14,7 +14,7 @@ def secret_from_environment(variable: str) -> bytes | None:
     text = os.environ.get(variable)
     if text is None:
         return None
-    if text != text.strip():  # HTTP headers, and people who copy it, lose them
+    if text != text.strip():  # easily lost: by HTTP headers, and when it is copied by hand
         raise ConfigError(f"{variable}: begins or ends with white space, perhaps the end of a line; remove it")
     secret = text.encode(errors="surrogateescape")
     if len(secret) < LEAST_BYTES:

@@ -1,12 +1,14 @@
 """Finds the documents and the question among the texts of a conversation."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from kvmosaic.core.limits import MAX_DOCUMENTS
+from kvmosaic.core.questions import Seam
 
 # "Source 1: ", "[2] ", "3. " or a tag with a number: it depends on the position of a document, not on its content.
 _LABEL = re.compile(
@@ -18,6 +20,9 @@ _TOOL_ROLES = ("tool", "function")
 _SYSTEM_ROLES = ("system", "developer")
 MAX_LOOKS = 64 * MAX_DOCUMENTS
 """Maximum number of values of the ``documents`` field that are looked at, including lists and objects."""
+MAX_LOOKED_THROUGH = 2**20
+"""Maximum number of characters in which the beginnings of questions are searched for. If there are more, all
+beginnings count."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,26 @@ def find_sources(
     """The documents of a request's ``body``, of any API that vLLM serves. ``wanted``: the items of ``config.sources``
     to use. Returns at most ``most`` documents, none of fewer than ``min_length`` characters.
 
-    The last text part of a user's message is a question and never a document, unless another message of the user
-    follows it directly. The assistant's messages are answers. By these rules, the role of a text does not change as
-    the conversation continues, so vLLM's prefix cache finds it again. The first part of a system prompt is not a
+    The last text part of a user's message is a question and never a document, whatever follows it: a question may be
+    left without an answer. The assistant's messages are answers. By these rules, the role of a text does not change
+    as the conversation continues, so vLLM's prefix cache finds it again. The first part of a system prompt is not a
     document either: the prompt begins with it, so that cache serves it exactly.
     """
-    names = (_without_label(text) for source, text in _texts(body) if source in wanted)
+    names = (without_label(text) for source, text in _texts(body) if source in wanted)
     return Sources(tuple(islice(_each_once(names, min_length), most)), _question(body))
 
 
-def _without_label(text: str) -> str:
+def find_seams(body: Mapping[str, Any], documents: Sequence[str]) -> list[Seam]:
+    """The beginnings of the questions of a request's ``body``, except those over which none of ``documents`` can
+    extend."""
+    seams = dict.fromkeys(islice(_seams(body), MAX_DOCUMENTS))
+    if len(seams) * sum(map(len, documents)) > MAX_LOOKED_THROUGH:
+        return list(seams)
+    return [seam for seam in seams if any(seam.may_be_in(document) for document in documents)]
+
+
+def without_label(text: str) -> str:
+    """A document as its name, without the label before it and white space around it."""
     text = text.lstrip()  # the pattern would try a label behind each blank, which takes a second for a few megabytes
     label = _LABEL.match(text)
     return text[label.end() if label else 0 :].strip()
@@ -72,25 +87,37 @@ def _texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif message.get("role") in _TOOL_ROLES:
             yield from (("tools", text) for text in texts_of(message.get("content")))
         else:
-            for part in _context_parts(messages, index):
+            for part in _context_parts(message, is_first=index == 0):
                 yield from _of_part(part)
 
 
-def _context_parts(messages: list[dict[str, Any]], index: int) -> list[Any]:
+def _context_parts(message: dict[str, Any], *, is_first: bool) -> list[Any]:
     """The parts of a message that are neither system prompt nor question nor answer."""
-    role, parts = messages[index].get("role"), _list(messages[index].get("content"))
+    role, parts = message.get("role"), _list(message.get("content"))
     if role == "assistant":
         return []
-    if role in _SYSTEM_ROLES and index == 0:
-        return parts[1:]
-    if role == "user" and not _is_followed_by_user(messages, index):
+    if role in _SYSTEM_ROLES:
+        return parts[1:] if is_first else parts
+    last = _last_text(parts)  # typed by an end user, also if the role is an unknown one
+    return [part for place, part in enumerate(parts) if place != last]
+
+
+def _seams(body: Mapping[str, Any]) -> Iterator[Seam]:
+    """For each user's message, the beginning of its question behind the text before it. The documents of the request
+    may be before the last question."""
+    listed = deque(_all_strings(body.get("documents")), maxlen=1)
+    messages = _messages(body)
+    asked = [message for message in messages if message.get("role") == "user"][-1:]
+    for text in islice(texts_of(asked[0].get("content")) if listed and asked else (), 1):
+        yield Seam.between(listed[0], text)
+    for message in messages:
+        if message.get("role") in ("assistant", *_SYSTEM_ROLES, *_TOOL_ROLES):
+            continue
+        parts = _list(message.get("content"))
         last = _last_text(parts)
-        return [part for place, part in enumerate(parts) if place != last]
-    return parts
-
-
-def _is_followed_by_user(messages: list[dict[str, Any]], index: int) -> bool:
-    return index + 1 < len(messages) and messages[index + 1].get("role") == "user"
+        before = next((text for part in reversed(parts[: max(0, last)]) for _, text in _of_part(part)), None)
+        if before is not None:
+            yield Seam.between(before, _text(parts[last]) or "")
 
 
 def _of_part(part: Any) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Which KV of layers with a sliding window later tokens can see, and so which is worth storing."""
+"""Decides which KV of layers with a sliding window is worth storing: the part that later tokens can see."""
 
 from dataclasses import dataclass
 

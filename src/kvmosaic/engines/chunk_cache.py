@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.core.entry import ChunkKV, EntryKind, KVFormat, PackedKV
+from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import EXACT, ChunkKey, ContentHasher, format_fingerprint, marked
@@ -136,9 +136,9 @@ class ChunkCache:
         digest = ContentHasher(context, self._config.chunk_hash_algorithm).hash(tokens)
         return self.key_of_hash(digest, len(tokens), is_exact=True)
 
-    def makes(self, key: ChunkKey, length: int = ANY_LENGTH) -> bool:
-        """Whether a key is one of this cache, for prompts like one of ``length`` tokens."""
-        return key == self.key_of_hash(key.content_hash, key.num_tokens, length, is_exact=not key.is_int8)
+    def makes(self, key: ChunkKey) -> bool:
+        """Whether a key is one of this cache."""
+        return key == self.key_of_hash(key.content_hash, key.num_tokens, is_exact=not key.is_int8)
 
     def _fingerprint(self, length: int, numbers: str) -> str:
         made_by = self._made_by(length)
@@ -167,45 +167,19 @@ class ChunkCache:
                 missing[chunk] = Missing(key, result.reason.value)
         return found, missing
 
-    def put(
-        self,
-        key: ChunkKey,
-        tokens: Sequence[int],
-        context: Sequence[int],
-        packed: PackedKV,
-        kind: EntryKind = "document",
-    ) -> ChunkKV:
-        """Store the KV of tokens. It is packed in the :attr:`document_format`, or exactly, as the key says."""
-        entry = self.entry(key, tokens, context, packed, kind)
-        self.keep(entry)
-        return entry
-
-    def keep(self, entry: ChunkKV) -> None:
+    def put(self, entry: ChunkKV) -> None:
         """Store an entry, unless there is no fingerprint, so that nothing could tell what its KV depends on."""
         if self.serves(ANY_LENGTH):
             self.store.put(entry)
 
-    def entry(
-        self,
-        key: ChunkKey,
-        tokens: Sequence[int],
-        context: Sequence[int],
-        packed: PackedKV,
-        kind: EntryKind = "document",
-    ) -> ChunkKV:
-        """An entry of KV as for :meth:`put`, which is not stored yet."""
-        return ChunkKV.from_packed(key, tokens, context, packed, kind)
+    def take_changes(self) -> dict[bytes, str | None]:
+        """Chunks that were added, moved or removed since the last call, at the first call all stored ones: content
+        hash, see ``EXACT`` → the fastest tier that now has the entry, if any."""
+        return {self._told(key): tier for key, tier in self.store.take_changes().items() if self.makes(key)}
 
-    def take_changes(self, length: int = ANY_LENGTH) -> dict[bytes, str | None]:
-        """Chunks for prompts like one of ``length`` tokens that were added, moved or removed since the last call, at
-        the first call all stored ones: content hash, see ``EXACT`` → the fastest tier that now has the entry, if
-        any."""
-        return {self._told(key): tier for key, tier in self.store.take_changes().items() if self.makes(key, length)}
-
-    def present(self, length: int = ANY_LENGTH) -> dict[bytes, str]:
-        """All chunks for prompts like one of ``length`` tokens: content hash, see ``EXACT`` → the fastest tier
-        that has them."""
-        return {self._told(info.key): info.tier for info in self.store.scan() if self.makes(info.key, length)}
+    def present(self) -> dict[bytes, str]:
+        """All chunks: content hash, see ``EXACT`` → the fastest tier that has them."""
+        return {self._told(info.key): info.tier for info in self.store.scan() if self.makes(info.key)}
 
     def _told(self, key: ChunkKey) -> bytes:
         is_exact_beside_others = self.document_format.is_int8 and not key.is_int8

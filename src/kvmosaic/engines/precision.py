@@ -2,7 +2,7 @@
 
 Most checkpoints are in bfloat16. On x86, vLLM has kernels for CPUs with and without bfloat16 instructions. On ARM its
 builds use these instructions unconditionally: on a CPU without them the process ends (SIGILL). There, torch
-multiplies number by number, some hundred times slower than in float32. float16 is as slow on such a CPU.
+multiplies number by number, about a hundred times slower than in float32. float16 is as slow on such a CPU.
 """
 
 import platform

@@ -1,4 +1,4 @@
-"""What an evaluation says in one sentence, and what its words mean."""
+"""The advice of an evaluation in one sentence, and the glossary of its report."""
 
 from kvmosaic.eval.calibrate import Candidate, Target, cheapest, closest
 from kvmosaic.eval.plan import ALL, RANDOM
@@ -14,8 +14,9 @@ WORDS = {
     "KL": "distance of the next-token probabilities from those of a full prefill, in nats; 0 is the same, lower is "
     "better. p95: 95 % of all answer tokens are below",
     "top-1": "share of answer tokens at which the most likely token is that of a full prefill; higher is better",
-    "EM, F1": "share of answers that equal a right answer, and that have its words in common; higher is better",
-    "gap closed": "F1 on the way from no documents at all (0 %) to a full prefill (100 %)",
+    "EM, F1": "EM: share of answers that equal a right answer. F1: overlap of an answer's words with those of a "
+    "right answer, from 0 to 1. Higher is better",
+    "gap closed": "position of F1 between that of no documents at all (0 %) and that of a full prefill (100 %)",
     "TTFT": "time to first token",
     "sink prefix": "text or learned KV that a document is computed after, when it is computed alone",
     "cell": "one policy at one ratio",

@@ -243,7 +243,7 @@ def _launch(
 
 
 def _plan(moves: Sequence[Move], blocks: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
-    """What the kernel is told of entries and of their sequence, on its way to the device; and the number of tiles."""
+    """The kernel's input about entries and their sequence, being copied to the device, and the number of tiles."""
     # Per tile: address of the entry, its tokens, first token of the tile, and the old and new position of that token.
     whole = np.array([(move.data.data_ptr(), move.tokens, 0, move.old, move.new) for move in moves], dtype=np.int64)
     counts = -(-whole[:, 1] // TILE)

@@ -103,7 +103,7 @@ def write_entry(folder: int, name: str, entry: ChunkKV, seal: Seal) -> int:
 
 
 class Label(NamedTuple):
-    """What a file tells about its entry, without the entry itself."""
+    """Facts about an entry, from the header of its file."""
 
     key: ChunkKey
     kind: EntryKind | None

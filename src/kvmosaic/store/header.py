@@ -55,7 +55,7 @@ class Header(NamedTuple):
     shape: list[int]
     """Shape of the KV, as a reader of safetensors sees it."""
     tokens: tuple[int, int]
-    """Start and end (exclusive) in the source, in bytes; likewise for the other two."""
+    """Start and end (exclusive) of the tokens in the source, in bytes; ``context`` and ``kv`` have the same form."""
     context: tuple[int, int]
     kv: tuple[int, int]
 

@@ -26,7 +26,7 @@ class Call(Generic[T]):
         """Make the call, in any thread."""
         try:
             self._result.append(self._function())
-        except BaseException as error:  # whoever waits has to hear of it
+        except BaseException as error:  # raised in the thread that waits
             self._error = error
 
     def finish(self) -> None:

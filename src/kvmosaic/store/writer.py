@@ -111,14 +111,14 @@ class BackgroundWriter:
             self._requests += 1
             self._start()
 
-    def wait_for_room(self, patience_s: float = PATIENCE_S) -> None:
+    def wait_for_room(self) -> None:
         """Wait until at most half of the queue's memory is in use. For bulk fills, which need not hurry."""
-        self._wait(lambda: 2 * self._extra_bytes <= self._max_bytes, patience_s)
+        self._wait(lambda: 2 * self._extra_bytes <= self._max_bytes)
 
-    def flush(self, patience_s: float = PATIENCE_S) -> int:
+    def flush(self) -> int:
         """Wait until everything is written or has failed, as long as there is progress. Returns the number of entries
         that are left."""
-        return 0 if self._wait(lambda: not self._jobs and not self._is_untidy, patience_s) else len(self._jobs)
+        return 0 if self._wait(lambda: not self._jobs and not self._is_untidy) else len(self._jobs)
 
     def discard(self, matching: Callable[[ChunkKey], bool]) -> int:
         """Drop ``matching`` entries from the queue. Returns their number."""
@@ -129,13 +129,13 @@ class BackgroundWriter:
             self._changed.notify_all()
         return len(dropped)
 
-    def _wait(self, condition: Callable[[], bool], patience_s: float) -> bool:
+    def _wait(self, condition: Callable[[], bool]) -> bool:
         with self._changed:
             if self._jobs or self._is_untidy:
                 self._start()
             while not condition():
                 done, progress = self._done, self._progress()
-                has_got_on = self._changed.wait_for(lambda done=done: condition() or self._done != done, patience_s)  # type: ignore[misc]
+                has_got_on = self._changed.wait_for(lambda done=done: condition() or self._done != done, PATIENCE_S)  # type: ignore[misc]
                 if not has_got_on and self._progress() == progress:
                     return False
             return True

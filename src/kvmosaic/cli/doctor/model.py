@@ -11,7 +11,7 @@ from kvmosaic.cli.doctor.machine import device_pool
 from kvmosaic.cli.doctor.row import Row, guard, reason
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16, needs_float32
-from kvmosaic.engines.vllm.support import QUANTISED, cache_dtype, unsupported
+from kvmosaic.engines.vllm.support import QUANTISED, cache_dtype, images_problem, unsupported
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
     import torch
@@ -24,7 +24,7 @@ STATE_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid
 
 
 def model_rows(name: str, settings: ChunkCacheConfig, ranks: int, stages: int) -> Iterator[Row]:
-    """Rows about a model, for vLLM with so many pipeline stages, each of so many tensor-parallel ranks."""
+    """Rows about a model, for vLLM with ``stages`` pipeline stages of ``ranks`` tensor-parallel ranks each."""
     source = _find(name)
     if isinstance(source, Row):
         yield source
@@ -83,7 +83,20 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, ranks: int, stages: int) -
     dtype, cached = _name(config.model_config.dtype), cache_dtype(config)
     rounded = f"; KV cache in {cached}, documents in {dtype}" if cached in QUANTISED else ""
     runs = f"runs in {dtype}{why}; {adapters}{rounded}"
-    return config, problems or [Row("model in vLLM", "ok", runs)]
+    return config, problems or [Row("model in vLLM", "ok", runs), *_images(config, settings)]
+
+
+def _images(vllm_config: Any, settings: ChunkCacheConfig) -> Iterator[Row]:
+    """Row about a multimodal model's images."""
+    if not vllm_config.model_config.is_multimodal_model:
+        return
+    problem = images_problem(vllm_config)
+    if problem is not None:
+        yield Row("images", "warn", "documents before them are reused", problem)
+    elif "images" in settings.sources:
+        yield Row("images", "ok", "reused, and so are documents beside them")
+    else:
+        yield Row("images", "ok", "documents beside them are reused; images too, if chunk_sources has images")
 
 
 def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, ranks: int, stages: int) -> Iterator[Row]:
@@ -112,7 +125,7 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, ranks: 
         kv_heads, k_dim, v_dim = 1, latent, text.qk_rope_head_dim
     shape = f"one latent of {k_dim} + {v_dim} (MLA)" if latent else f"{kv_heads} KV heads of {k_dim}"
     yield Row("model", "ok", f"{architecture}, {text.num_hidden_layers} layers, {shape}")
-    if ranks > 1 and not latent:  # of a latent, every rank has all
+    if ranks > 1 and not latent:  # every rank has the whole latent
         yield _tensor_parallel(kv_heads, ranks)
     if stages > 1:
         yield _pipeline_parallel(text.num_hidden_layers, stages)

@@ -51,64 +51,60 @@ class Cutter:
         """The segments of a prompt. No run may contain a marker, a token of ``covered``, or the last token, which is
         left to prefill. Text between these that is too short for a run becomes part of the barrier. This bounds the
         number of segments to about a fifth of the number of tokens, whatever clients send."""
-        regions = self._regions(tokens, covered)
-        edges = [np.zeros(1, np.int64)]
-        flags = [np.zeros(0, np.bool_)]
-        end = 0
-        for (start, stop), is_cut in zip(regions, _chosen(tokens, regions), strict=True):
-            if start > end:
-                edges.append(np.array([start]))
-                flags.append(np.ones(1, np.bool_))
-            inner = np.flatnonzero(is_cut[1:]) + start + 1
-            inside = _bounded(np.concatenate((inner, [stop])), start)
-            edges.append(inside)
-            flags.append(np.zeros(len(inside), np.bool_))
-            end = stop
-        edges.append(np.array([len(tokens)]))
-        flags.append(np.ones(1, np.bool_))
-        return Cuts(np.concatenate(edges), np.concatenate(flags))
+        starts, stops = self._regions(tokens, covered)
+        ends = np.array([0, len(tokens)])
+        edges = np.sort(np.concatenate((ends, starts, stops, _chosen(tokens, starts, stops))))
+        edges = edges[np.concatenate(([True], edges[1:] > edges[:-1]))]
+        region = starts.searchsorted(edges[:-1], side="right") - 1
+        is_barrier = (region < 0) | (edges[:-1] >= stops.take(region, mode="clip")) if len(starts) else region < 0
+        long = np.flatnonzero((edges[1:] - edges[:-1] > MAX_SEGMENT) & ~is_barrier)
+        if len(long):
+            more = [np.arange(edges[index] + MAX_SEGMENT, edges[index + 1], MAX_SEGMENT) for index in long.tolist()]
+            is_barrier = np.insert(is_barrier, np.repeat(long, [len(each) for each in more]), values=False)
+            edges = np.sort(np.concatenate((edges, *more)))
+        return Cuts(edges, is_barrier)
 
-    def _regions(self, tokens: npt.NDArray[np.int64], covered: Sequence[Span]) -> list[tuple[int, int]]:
-        """Ranges that may contain runs, ascending."""
+    def _regions(
+        self, tokens: npt.NDArray[np.int64], covered: Sequence[Span]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Starts and ends of the ranges that may contain runs, ascending."""
         is_free = np.zeros(len(tokens) + 2, np.bool_)  # with a border on either side
-        is_free[1:-1] = ~self._is_marker[np.clip(tokens, 0, len(self._is_marker) - 1)]
+        np.logical_not(self._is_marker.take(tokens, mode="clip"), out=is_free[1:-1])
         is_free[-2] = False
         for span in covered:
             is_free[span.start + 1 : span.end + 1] = False
         borders = np.flatnonzero(is_free[1:] != is_free[:-1])
         starts, stops = borders[::2], borders[1::2]
         long = stops - starts >= self._shortest
-        return list(zip(starts[long].tolist(), stops[long].tolist(), strict=True))
+        return starts[long], stops[long]
 
 
-def _chosen(tokens: npt.NDArray[np.int64], regions: Sequence[tuple[int, int]]) -> list[npt.NDArray[np.bool_]]:
-    """For each region, whether a segment begins at each of its tokens: if the hash of the token and its predecessor
-    is less than the hashes of its neighbours. Neighbours behind a region's border do not count: a conversation that
-    continues must have the same cuts before the border. The hash is not secret, because engines that share a store
-    should find the same runs. Clients that choose tokens can neither increase the number of cuts beyond the limit nor
-    place them where they are expensive."""
-    values = tokens.astype(np.uint64) * _SECOND
-    values[1:] += tokens[:-1].astype(np.uint64) * _FIRST
+def _chosen(
+    tokens: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The tokens at which a segment begins, of those in the regions between ``starts`` and ``stops``: those whose
+    hash with their predecessor is less than the hashes of their neighbours. Neighbours behind a region's border do
+    not count: a conversation that continues must have the same cuts before the border. The hash is not secret,
+    because engines that share a store should find the same runs. Clients that choose tokens can neither increase the
+    number of cuts beyond the limit nor place them where they are expensive."""
+    values = tokens.astype(np.uint64)
+    firsts = values * _FIRST
+    values *= _SECOND
+    values[1:] += firsts[:-1]
     values ^= values >> _SHIFT
     values *= _MIX
     short = (values >> _SHIFT).astype(np.uint32)
-    starts = np.array([0, *(stop - start + REACH for start, stop in regions)]).cumsum().tolist()
-    apart = np.full(starts[-1] + REACH, _MOST, np.uint32)  # all regions, with borders between them
-    for at, (start, stop) in zip(starts, regions, strict=False):
-        apart[REACH + at : REACH + at + stop - start] = short[start:stop]
-    least = apart[: len(apart) - REACH + 1].copy()  # minimum of the REACH hashes from each index on
-    for shift in range(1, REACH):
-        np.minimum(least, apart[shift : shift + len(least)], out=least)
+    places = REACH + (stops - starts + REACH).cumsum() - (stops - starts + REACH)
+    apart = np.full(
+        int((stops - starts + REACH).sum()) + REACH, _MOST, np.uint32
+    )  # regions, with borders between them
+    for place, start, stop in zip(places.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        apart[place : place + stop - start] = short[start:stop]
+    pairs = np.minimum(apart[:-1], apart[1:])
+    least = np.minimum(pairs[:-2], pairs[2:])  # of the REACH hashes from each index on
     hashes = apart[REACH : len(apart) - REACH]
     is_chosen = (hashes < least[: len(hashes)]) & (hashes < least[REACH + 1 :])
-    return [is_chosen[at : at + stop - start] for at, (start, stop) in zip(starts, regions, strict=False)]
-
-
-def _bounded(ends: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.int64]:
-    """``ends`` of consecutive segments, the first of which begins at ``start``, with long segments split."""
-    begins = np.concatenate(([start], ends[:-1]))
-    long = np.flatnonzero(ends - begins > MAX_SEGMENT)
-    if not len(long):
-        return ends
-    more = [np.arange(begins[index] + MAX_SEGMENT, ends[index], MAX_SEGMENT) for index in long]
-    return np.sort(np.concatenate((ends, *more)))
+    chosen = np.flatnonzero(is_chosen) + REACH
+    region = places.searchsorted(chosen, side="right") - 1
+    begins: npt.NDArray[np.int64] = chosen - places[region] + starts[region]
+    return begins

@@ -57,7 +57,7 @@ class History:
         ]
 
     def _bridged(self, numbers: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """``numbers``, completed for segments that the table lost, as far as their neighbours tell the numbers."""
+        """``numbers``, completed for segments that the table lost, if the numbers of their neighbours allow it."""
         indices = np.arange(len(numbers))
         before = np.maximum.accumulate(np.where(numbers >= 0, indices, -1))
         behind = np.minimum.accumulate(np.where(numbers >= 0, indices, len(numbers))[::-1])[::-1]

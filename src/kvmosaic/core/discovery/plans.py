@@ -41,9 +41,8 @@ class Plans:
     def add(self, segments: Segments, shared: int, chunks: Sequence[Span]) -> None:
         """Remember that a prompt has exactly ``chunks`` after its first ``shared`` segments."""
         prefixes = segments.prefixes.tolist()
-        for digest in prefixes[shared:]:
-            if digest in self._plans:
-                del self._plans[digest]
+        for digest in self._plans.keys() & prefixes[shared:]:
+            del self._plans[digest]
         for span in chunks:
             self._plans[prefixes[bisect_left(segments.edges, span.end) - 1]] = span
         while len(self._plans) > MAX_PLANS:

@@ -4,6 +4,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress, islice
 from typing import NamedTuple
 
 from kvmosaic.core.discovery.cuts import MAX_SEGMENT
@@ -77,7 +78,8 @@ class Runs:
     def find(self, segments: Segments, first: int) -> list[Place]:
         """The known runs in a prompt from segment ``first`` on, not overlapping, the longest at each position."""
         hashes, anchored = segments.hash_list, self._anchored
-        anchors = [index for index in range(first, len(hashes)) if hashes[index] in anchored] if anchored else []
+        is_known = map(anchored.__contains__, islice(hashes, first, None))
+        anchors = list(compress(range(first, len(hashes)), is_known)) if anchored else []
         found: list[Place] = []
         at = segments.edges[first]
         best: Place | None = None

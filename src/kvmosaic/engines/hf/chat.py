@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from kvmosaic.core.errors import PromptError
-from kvmosaic.core.sources import find_sources, texts_of
+from kvmosaic.core.sources import find_seams, find_sources, texts_of
 
 PARAGRAPH = "\n\n"
 """Separator between documents, and between messages if there is no chat format."""
@@ -22,6 +22,8 @@ class ChatPrompt:
     """Texts in it that are documents."""
     question: str | None
     """Separators from the first occurrence of this text on are ignored."""
+    seams: Sequence[tuple[str, str]] = ()
+    """Beginnings of questions, each with the end of the text before it. No document is found over one."""
 
 
 def messages_about(system: str, documents: Sequence[str], question: str) -> list[dict[str, str]]:
@@ -43,7 +45,9 @@ def chat_prompt(
         raise PromptError("this engine has no tokenizer; pass token ids instead of messages")
     if not all(isinstance(message, Mapping) for message in messages):
         raise PromptError("messages must be objects with a role and a content")
-    found = find_sources({"messages": list(messages)}, sources)
+    body = {"messages": list(messages)}
+    found = find_sources(body, sources)
+    names = [*documents, *found.documents]
     # Parts are lines, as in vLLM: most templates only take a text.
     flat = [{**message, "content": "\n".join(texts_of(message.get("content")))} for message in messages]
     if tokenizer.chat_template is None:
@@ -56,4 +60,4 @@ def chat_prompt(
             reason = " ".join(str(error).split())
             raise PromptError(f"the model's chat template refuses these messages: {reason}") from None
         tokens = tokenizer.encode(text + lead, add_special_tokens=False)  # the template has written these
-    return ChatPrompt(tokens, [*documents, *found.documents], found.question)
+    return ChatPrompt(tokens, names, found.question, find_seams(body, names))

@@ -83,7 +83,10 @@ class HFChunkCache(ChunkCache):
         tokens = () if self._sink_kv is not None else context
         computed = self._engine.fill(tokens, list(chunks.values()), length, sink=self._sink_kv)
         for (key, chunk), (k, v) in zip(chunks.items(), computed, strict=True):
-            entries.append(self.put(key, chunk, context, PackedKV.of(k, v, self.document_format)))
+            packed = PackedKV.of(k, v, self.document_format)
+            entry = ChunkKV.from_packed(key, chunk, context, packed, "document")
+            self.put(entry)
+            entries.append(entry)
             self.store.wait_for_room()  # no request decodes meanwhile, so entries need not be dropped
         return entries
 

@@ -8,7 +8,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvmosaic.blend.base import Selection
-from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat
+from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV
 from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import format_fingerprint
@@ -16,12 +16,13 @@ from kvmosaic.core.learned_sink import witness_tokens
 from kvmosaic.core.prompt import ChunkedPrompt
 from kvmosaic.engines.chunk_cache import KV
 from kvmosaic.engines.hf.attention import AttentionPlan, Observer, active_plan, exclusive, positional_attention
+from kvmosaic.engines.hf.measure import measure
 from kvmosaic.engines.hf.narrowing import Narrowing, decoder_layers
 from kvmosaic.engines.hf.request_kv import CapturedKV, RequestKV
 from kvmosaic.engines.hf.rotary import find_tables, regime_of, rope_switches
 from kvmosaic.engines.hf.weights import HFWeights
 from kvmosaic.engines.identity import config_identity
-from kvmosaic.engines.rotary import LayerRotary, explain_layer, turns_for
+from kvmosaic.engines.rotary import turns_for
 from kvmosaic.kernels.remap import remap
 
 FILL_BATCH_TOKENS = 4096
@@ -53,7 +54,7 @@ class HFModel:
         self._regime = lru_cache(maxsize=4096)(lambda length: regime_of(self._tables, length))
         attention = model.config.get_text_config()._attn_implementation
         with self.session():
-            self.format, self.rotary = self._measure(self._probe_tokens())
+            self.format, self.rotary = measure(model, self._tables, self._capture, self.max_positions)
         self._weights = HFWeights(model)
         # All of the configuration: a window or a norm's epsilon changes KV as much as a weight does.
         config = model.config.get_text_config().to_dict()
@@ -262,45 +263,3 @@ class HFModel:
                 "interface; chunks cannot be kept apart"
             )
         return captured
-
-    def _probe_tokens(self) -> list[int]:
-        count = min(12, (self.max_positions or 64) // 2)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-
-    def _measure(self, tokens: Sequence[int]) -> tuple[KVFormat, list[LayerRotary | None]]:
-        """Compute the same tokens at two positions and explain the differences, layer by layer."""
-        shift = min(29, (self.max_positions or 64) // 2)
-        old, new = range(len(tokens)), range(shift, shift + len(tokens))
-        try:
-            at_old, at_new = (self._capture([tokens], place.start, new.stop) for place in (old, new))
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not accept our cache ({type(error).__name__}: {error}); "
-                "only models that keep nothing but keys and values per token can reuse chunks"
-            ) from error
-        layers = sorted(at_old.captured)
-        shapes = {(k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in at_old.captured.values()}
-        expected = self.model.config.get_text_config().num_hidden_layers
-        if layers != list(range(expected)) or len(shapes) != 1:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} caches {len(layers)} of {expected} layers in {len(shapes)} shapes; "
-                "every layer must cache keys and values of one shape"
-            )
-        heads, k_dim, v_dim, dtype = shapes.pop()
-        inside = slice(0, len(tokens))
-        before, after = at_old.row(0, inside), at_new.row(0, inside)
-        rotary = [
-            explain_layer(
-                layer,
-                (before[0][:, layer], before[1][:, layer]),
-                (after[0][:, layer], after[1][:, layer]),
-                old,
-                new,
-                self._tables,
-            )
-            for layer in layers
-        ]
-        return KVFormat(len(layers), heads, k_dim, v_dim, dtype), rotary

@@ -33,7 +33,7 @@ class Narrowing:
         self._survivors: torch.Tensor | None = None
 
     def written(self, layer: int, fresh: dict[str, torch.Tensor], reused: dict[str, torch.Tensor]) -> None:
-        """Called with a layer's K and V ``[heads, rows, dim]``, new and old. A check decides which rows go on."""
+        """Called with a layer's K and V ``[heads, rows, dim]``, new and old. A check decides which rows remain."""
         check = self._checks.get(layer)
         if check is None:
             return

@@ -34,9 +34,9 @@ class PromptReader:
     def read(self, index: int, source: Prompt, documents: Sequence[str], max_tokens: int, search: bool) -> ReadPrompt:
         """The prompt ``source`` with room for ``max_tokens`` more. If ``search``, ``documents`` are chunks of it."""
         start = time.perf_counter()
-        question = None
+        question, seams = None, list[tuple[str, str]]()
         if isinstance(source, ChatPrompt):
-            documents, question = [*source.documents, *documents], source.question
+            documents, question, seams = [*source.documents, *documents], source.question, list(source.seams)
             source = source.token_ids
         tokens = source.token_ids if isinstance(source, ChunkedPrompt) else self._tokens(index, source)
         if not all(0 <= token < self._vocabulary for token in tokens):
@@ -44,7 +44,7 @@ class PromptReader:
         if isinstance(source, ChunkedPrompt):
             named = NamedPrompt(source, ())
         elif search:
-            named = self._parser.parse_named(tokens, documents, question)
+            named = self._parser.parse_named(tokens, documents, question, seams)
         else:
             named = NamedPrompt(ChunkedPrompt(tuple(tokens), ()), ())
         if self._max_positions is not None and len(tokens) + max_tokens > self._max_positions:

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.compat.graphs import asks_for_layers
+from kvmosaic.engines.vllm.compat.images import keep_whole
 from kvmosaic.engines.vllm.compat.running import quiet_hooks
 from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step, do_before_forward, hide_events
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
@@ -71,6 +72,7 @@ class ChunkConnector(KVConnectorBase_V1):
         work = self.scheduler.take_work(Step.of(scheduler_output))
         if work.prefix_saves:  # their blocks may be given to requests of this very step
             do_before_forward(scheduler_output)
+        keep_whole(scheduler_output, self.scheduler.features_of)
         return work
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -12,7 +12,7 @@ from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.limits import MAX_DOCUMENTS
 from kvmosaic.core.messages import conversations, names_for_each
-from kvmosaic.core.sources import find_sources
+from kvmosaic.core.sources import find_seams, find_sources
 from kvmosaic.engines.vllm.arguments import can_be_used, engine_arguments, refuse_unsupported, served_dtype
 from kvmosaic.models import resolve
 
@@ -58,8 +58,10 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         talks = conversations(messages)
         params = []
         for talk, names in zip(talks, names_for_each(documents, len(talks)), strict=True):
-            found = find_sources({"messages": list(talk)}, config.sources, config.min_chunk_tokens)
-            named = {"documents": [*names, *found.documents][:MAX_DOCUMENTS]}
+            body = {"messages": list(talk)}
+            found = find_sources(body, config.sources, config.min_chunk_tokens)
+            documents = [*names, *found.documents][:MAX_DOCUMENTS]
+            named = {"documents": documents, "seams": find_seams(body, documents)}
             params.append(named if config.chunk_separator is None else named | {"question": found.question})
         return super().chat(messages, self._naming(sampling_params, params), *more, **options)
 

@@ -1,12 +1,14 @@
 """Messages between the scheduler's process and the workers' processes, sent once per step."""
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvmosaic.core.prompt import ChunkedPrompt
+from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.vllm.compat.images import moved, place_of
 
 
 class Adapter(NamedTuple):
@@ -21,6 +23,30 @@ class Adapter(NamedTuple):
 def adapter_id(adapter: Adapter | None) -> int:
     """vLLM's number of an adapter, 0 for none."""
     return 0 if adapter is None else adapter.id
+
+
+class Images(NamedTuple):
+    """Consecutive tokens with images among them."""
+
+    token_ids: tuple[int, ...]
+    """Token ids, with the placeholders of images."""
+    features: tuple[Any, ...]
+    """vLLM's ``MultiModalFeatureSpec`` of each image, ascending and not overlapping. Positions are relative to the
+    first token."""
+
+    def between(self, start: int, end: int) -> range:
+        """Indices of the images that have tokens among ``start .. end-1``."""
+        first = bisect_right(self.features, start, key=lambda feature: place_of(feature)[1])
+        last = bisect_left(self.features, end, key=lambda feature: place_of(feature)[0])
+        return range(first, last)
+
+    def inside(self, span: Span) -> "Images | None":
+        """The tokens of ``span``, which cuts no image; ``None`` if there is no image among them."""
+        inner = [self.features[index] for index in self.between(span.start, span.end)]
+        if not inner:
+            return None
+        own = (moved(feature, place_of(feature)[0] - span.start) for feature in inner)
+        return Images(self.token_ids[span.start : span.end], tuple(own))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +81,9 @@ class ChunkLoad:
     """Whether the scheduler wants to know which tokens are recomputed."""
     adapter: Adapter | None = None
     """The request's adapter, which is active in this step."""
+    images: Images | None = None
+    """The whole prompt with its images before the question, if it has any. Their tokens in ``prompt`` are
+    stand-ins."""
 
     @property
     def writes_shared(self) -> bool:
@@ -92,6 +121,8 @@ class ChunkFill:
     """Blocks for the context and all chunks, per KV cache group, for this step only."""
     adapter: Adapter | None = None
     """The adapter that they are computed with, which is active in this step."""
+    images: tuple[Images | None, ...] = ()
+    """Each chunk with its images, if it has any; empty if none has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +142,8 @@ class FillSlice:
     is_last: bool
     adapter: Adapter | None = None
     """The adapter that the chunk is computed with, which is active in this step."""
+    images: Images | None = None
+    """The whole chunk with its images, if it has any."""
 
 
 @dataclass(frozen=True, kw_only=True)

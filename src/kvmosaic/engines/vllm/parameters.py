@@ -7,6 +7,7 @@ from itertools import islice
 from kvmosaic.core.config import CLIENT_PARAMETERS
 from kvmosaic.core.errors import PromptError
 from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_DOCUMENTS, MAX_POLICY_LENGTH, shown, shown_id
+from kvmosaic.core.questions import Seam
 from kvmosaic.engines.results import Fallback
 
 MAX_UNKNOWN = 4
@@ -52,6 +53,9 @@ class RequestParameters:
     """Texts that are chunks wherever they occur in the prompt."""
     question: str | None = None
     """Separators from the first occurrence of this text on are ignored."""
+    seams: tuple[tuple[str, str], ...] = ()
+    """Beginnings of questions that end users typed, each with the end of the text before it. No document is found
+    over one."""
     report: bool = False
     """Whether the response has a report about the request's chunks."""
     refused: Fallback | None = None
@@ -88,6 +92,7 @@ class RequestParameters:
                 boundaries=_boundaries(given.get("boundaries")),
                 documents=_documents(given.get("documents")),
                 question=_text("question", given.get("question")),
+                seams=_seams(given.get("seams")),
                 report=_flag("report", given.get("report", False)) and report,
             )
         except PromptError as error:
@@ -152,6 +157,19 @@ def _text(name: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise PromptError(f"{name}={shown(value)}: must be a text")
     return value
+
+
+def _seams(value: object) -> tuple[tuple[str, str], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_DOCUMENTS:
+        raise PromptError(f"seams={shown(value)}: must be a list of [before, question], {MAX_DOCUMENTS} at most")
+    seams = []
+    for index, pair in enumerate(value):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
+            raise PromptError(f"seams: number {index} must be [before, question], both texts")
+        seams.append(Seam.between(*pair))
+    return tuple(seams)
 
 
 def _pair(index: int, pair: object) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from kvmosaic.core.turns import turn_markers
 from kvmosaic.engines.identity import learned_sink, sink_of
 from kvmosaic.engines.vllm.compat.cache import unsupported_cache, unsupported_latent
 from kvmosaic.engines.vllm.shape import EngineShape
-from kvmosaic.engines.vllm.support import policy_served, unsupported
+from kvmosaic.engines.vllm.support import images_problem, policy_served, unsupported
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class EngineSetup:
     markers: frozenset[int]
     """Ids of the tokens between the turns of a conversation."""
 
-    def discovery(self) -> Discovery:
-        """A :class:`Discovery` for chunks that requests do not name."""
+    def discovery(self) -> Discovery | None:
+        """A :class:`Discovery` for chunks that requests do not name, if the settings ask for it."""
+        if "auto" not in self.config.sources:
+            return None
         return Discovery(self.markers, self.shape.prefix_cache_tokens, max(MIN_RUN, self.config.min_chunk_tokens))
 
     @classmethod
@@ -62,7 +64,10 @@ class EngineSetup:
                 )
             # Keys of pipeline stages name their layers. Such keys stand for heads that are stored separately.
             config = config.model_copy(update={"per_head_storage": True})
-        shape = EngineShape.of(vllm_config, kv_cache_config, config, places_sink=learned is not None)
+        reads_images = model.is_multimodal_model and images_problem(vllm_config) is None
+        shape = EngineShape.of(
+            vllm_config, kv_cache_config, config, places_sink=learned is not None, reads_images=reads_images
+        )
         tokenizer = load_tokenizer(model)
         return cls(
             config,

@@ -44,10 +44,18 @@ class EngineShape:
     """Whether vLLM's blocks hold rounded KV."""
     places_sink: bool = False
     """Whether chunks are filled after a learned sink, which is placed and not computed."""
+    reads_images: bool = False
+    """Whether workers can read images themselves, and not only vLLM."""
 
     @classmethod
     def of(
-        cls, vllm_config: Any, kv_cache_config: Any, config: ChunkCacheConfig, *, places_sink: bool = False
+        cls,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: ChunkCacheConfig,
+        *,
+        places_sink: bool = False,
+        reads_images: bool = False,
     ) -> "EngineShape":
         size, window = block_size(kv_cache_config), sliding_window(kv_cache_config)
         has_drafts = vllm_config.speculative_config is not None
@@ -72,6 +80,7 @@ class EngineShape:
             stages=parallel.pipeline_parallel_size,
             is_quantised=holds_bytes(kv_cache_config),
             places_sink=places_sink,
+            reads_images=reads_images,
         )
 
     def blocks_for(self, tokens: int) -> int:

@@ -238,6 +238,37 @@ def _ascend_problems(vllm_config: Any) -> list[str]:
     ]
 
 
+READS_IMAGES = (
+    "Idefics3ForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
+"""Tested models. Their images are embeddings among those of tokens, seen by later tokens alone. In other models,
+images may see later tokens of themselves, or enter at several layers."""
+
+
+def images_problem(vllm_config: Any) -> str | None:
+    """Why a multimodal model's images, and text behind them, cannot be reused, in one line; ``None`` if they can be.
+    Text before images can be in any case."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    multimodal = getattr(model, "multimodal_config", None)
+    untried = {
+        "/".join(model.architectures): not set(model.architectures) & set(READS_IMAGES),
+        "a quantised KV cache": cache_dtype(vllm_config) in QUANTISED,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        "an encoder in another process": getattr(vllm_config, "ec_transfer_config", None) is not None,
+        "mm_processor_cache_type=shm": getattr(multimodal, "mm_processor_cache_type", None) == "shm",
+        "Ascend NPUs": vllm_config.device_config.device_type == "npu",
+    }
+    found = next((what for what, is_on in untried.items() if is_on), None)
+    if found is None:
+        return None
+    return f"reading images was never tried with {found}; of prompts with images, only text before them is reused"
+
+
 def looks_inside(spec: str, ratio: float) -> bool:
     """Whether the policy recomputes tokens that attend to reused tokens of their own chunk."""
     return 0 < ratio < 1 and not policy_named(spec).picks_starts

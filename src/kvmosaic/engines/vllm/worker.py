@@ -92,9 +92,9 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         """Whether an entry is stored, by the hexadecimal digits of its content hash."""
         return bool(_worker_side().documents.keys(digest))
 
-    def chunk_cache_keep(self, digest: str, is_kept: bool) -> int:
+    def chunk_cache_pin(self, digest: str, is_pinned: bool) -> int:
         """Protect the entries of a content hash from eviction, or stop protecting them. Returns their number."""
-        return _worker_side().documents.keep(digest, is_kept=is_kept)
+        return _worker_side().documents.pin(digest, is_pinned=is_pinned)
 
     def chunk_cache_delete(self, digest: str) -> int:
         """Delete the entries of a content hash. Returns their number."""

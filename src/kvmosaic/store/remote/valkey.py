@@ -92,7 +92,7 @@ class ValkeyClient(RemoteClient):
         if connection is not None:
             try:
                 return self._finish(connection, action)
-            except ConnectionError:  # a timeout is none: it is no sign of a restart
+            except ConnectionError:  # but no timeout, which is no sign of a restart
                 self.close()  # the other idle connections are dead as well
         return self._finish(Connection(self._url, self._patience_s), action)
 

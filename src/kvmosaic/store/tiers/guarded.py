@@ -8,8 +8,8 @@ from kvmosaic.core.key import ChunkKey
 from kvmosaic.store.base import EntryInfo, Tier
 from kvmosaic.store.breaker import Breaker
 
-DISK_DEADLINE_S = 30.0
-"""Deadline of a call to the disk tier, in seconds, plus the time to move its data. Far longer than a busy disk takes,
+DEADLINE_S = 30.0
+"""Deadline of a call, in seconds, plus the time to move its data. Far longer than a busy disk takes,
 because no step of an engine waits for it."""
 
 
@@ -17,12 +17,12 @@ class GuardedTier(Tier):
     """Another tier behind a breaker, which opens when a call does not return. Errors do not open it: a full disk can
     still be read."""
 
-    def __init__(self, tier: Tier, title: str, deadline_s: float = DISK_DEADLINE_S) -> None:
+    def __init__(self, tier: Tier, title: str) -> None:
         """``title`` is the tier's name in messages."""
         self.name, self.capacity = tier.name, tier.capacity
         self.is_far, self.shares_budget = tier.is_far, tier.shares_budget
         self._tier = tier
-        self._breaker = Breaker(title, deadline_s, probe=tier.check, harmless=(Exception,))
+        self._breaker = Breaker(title, DEADLINE_S, probe=tier.check, harmless=(Exception,))
 
     @property
     def is_up(self) -> bool:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""vllm-ascend, vLLM's plugin for Ascend NPUs: what backends there are told of a pass.
+"""vllm-ascend, vLLM's plugin for Ascend NPUs: metadata of a pass for its backends.
 
 Prepared from the source of its release 0.23.0.post1, which is for vLLM 0.23; never run on an NPU. The plugin is
 imported only inside functions, because it can be imported only where CANN, the NPU's runtime, is installed.

@@ -220,7 +220,7 @@ class _Announced:
 
 
 class _HeadsAttention(_Announced):
-    """Likewise; ``attend`` computes attention."""
+    """Stands in for the backend of a layer with K and V of each head; ``attend`` computes its attention."""
 
     def __init__(self, layer: KVLayer, backend: Any, attend: Attend, before: Callable[[KVLayer], None]) -> None:
         super().__init__(layer, backend, before)

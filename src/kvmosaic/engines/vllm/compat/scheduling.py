@@ -52,6 +52,8 @@ class Step:
     """Block ids that requests got: all blocks of those that start or resume, additional blocks of the others."""
     finished: frozenset[str] = frozenset()
     """Requests that ended since the previous step."""
+    drafted: int = 0
+    """Number of scheduled tokens that are drafts of a speculative decoder."""
 
     @classmethod
     def of(cls, output: Any) -> "Step":
@@ -68,6 +70,7 @@ class Step:
             resumed=frozenset(cached.resumed_req_ids),
             blocks=blocks,
             finished=frozenset(output.finished_req_ids),
+            drafted=sum(map(len, output.scheduled_spec_decode_tokens.values())),
         )
 
     @property
@@ -77,7 +80,9 @@ class Step:
     @property
     def only_decodes(self) -> bool:
         """Whether no prompt is computed."""
-        return self.total_tokens <= len(self.scheduled)
+        # The rest of a prompt may be a single token, if vLLM's prefix cache has all others.
+        begins = self.new or self.resumed
+        return not begins and self.total_tokens - self.drafted <= len(self.scheduled)
 
 
 class Borrowed(NamedTuple):

@@ -16,7 +16,7 @@ def broken_plugin() -> list[str]:
 
 
 def broken_sources(*packages: Path) -> list[str]:
-    """Likewise, with the folders of both packages."""
+    """The broken contracts of vllm-ascend and vLLM, whose folders are ``packages``: one line each."""
     return [line for file, wanted in RELIES_ON.items() for line in _broken(file, wanted, packages)]
 
 

@@ -1,4 +1,4 @@
-"""What backends on Ascend NPUs are told of a pass. Prepared from vllm-ascend's source; never run on an NPU."""
+"""Metadata of a pass for backends on Ascend NPUs. Prepared from vllm-ascend's source; never run on an NPU."""
 
 from contextlib import AbstractContextManager
 from typing import Any

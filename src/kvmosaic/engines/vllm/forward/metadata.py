@@ -1,4 +1,4 @@
-"""What attention backends are told of a pass: the metadata of virtual sequences, and the context of a forward."""
+"""Makes what attention backends need for a pass: metadata of virtual sequences, and the context of a forward."""
 
 import copy
 from abc import ABC, abstractmethod

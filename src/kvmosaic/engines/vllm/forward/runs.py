@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from kvmosaic.core.stand_ins import are_stand_ins
+from kvmosaic.engines.vllm.forward.images import SequenceImages
+
 
 class Run(NamedTuple):
     """Consecutive tokens of one paged sequence."""
@@ -21,6 +24,8 @@ class Run(NamedTuple):
     """The sequence's block ids, per KV cache group; they cover positions ``0 .. start + len(tokens) - 1``."""
     adapter_id: int = 0
     """vLLM's number of the LoRA adapter that the tokens are computed with, which is active; 0 for none."""
+    images: SequenceImages | None = None
+    """The images of the sequence, if it has any. Their tokens are stand-ins."""
 
     @property
     def end(self) -> int:
@@ -64,14 +69,50 @@ class Pass:
         ]
 
     @cached_property
+    def _tokens(self) -> np.ndarray:
+        return np.array([token for run in self.runs for token in run.tokens], dtype=np.int32)
+
+    @cached_property
     def token_ids(self) -> torch.Tensor:
-        """``[tokens]`` int32."""
-        ids = np.array([token for run in self.runs for token in run.tokens], dtype=np.int32)
-        return torch.from_numpy(ids).to(self.device)
+        """``[tokens]`` int32; 0 for tokens of images."""
+        ids = self._tokens
+        return torch.from_numpy(np.where(are_stand_ins(ids), np.int32(0), ids) if self.has_images else ids).to(
+            self.device
+        )
+
+    @cached_property
+    def has_images(self) -> bool:
+        """Whether some sequences have images, even if none of these tokens is an image's."""
+        return any(run.images is not None for run in self.runs)
+
+    @cached_property
+    def is_image(self) -> torch.Tensor:
+        """Which tokens are those of images, ``[tokens]``."""
+        return torch.from_numpy(are_stand_ins(self._tokens)).to(self.device)
+
+    def image_rows(self) -> list[torch.Tensor]:
+        """Embeddings of these tokens of images, in order, each ``[tokens, hidden]``."""
+        return [rows for run in self.runs if run.images is not None for rows in run.images.rows(run.start, run.end)]
+
+    @cached_property
+    def rotary_positions(self) -> torch.Tensor:
+        """Positions that the model gets, ``[tokens]`` int64, or ``[axes, tokens]`` in sequences with images in which
+        these differ from indices."""
+        tables = [None if run.images is None else run.images.positions for run in self.runs]
+        axes = max((len(table) for table in tables if table is not None), default=0)
+        if not axes:
+            return self.positions
+        parts = [
+            np.broadcast_to(np.arange(run.start, run.end), (axes, len(run.tokens)))
+            if table is None
+            else table[:, run.start : run.end]
+            for run, table in zip(self.runs, tables, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(parts, axis=1)).to(self.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """``[tokens]`` int64."""
+        """Index of each token in its sequence, ``[tokens]`` int64."""
         return torch.from_numpy(np.concatenate([each.positions for each in self.sequences])).to(self.device)
 
     @cached_property
@@ -103,12 +144,16 @@ def cut(runs: Sequence[Run], room: int) -> tuple[list[Run], list[Run]]:
 
 
 def runs_of(
-    wanted: np.ndarray, tokens: Sequence[int], blocks: Sequence[Sequence[int]], adapter_id: int = 0
+    wanted: np.ndarray,
+    tokens: Sequence[int],
+    blocks: Sequence[Sequence[int]],
+    adapter_id: int = 0,
+    images: SequenceImages | None = None,
 ) -> list[Run]:
     """The ``wanted`` tokens, ``[tokens]`` bool, of a sequence as runs."""
     edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
     pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [Run(tokens[start:end], start, blocks, adapter_id) for start, end in pairs]
+    return [Run(tokens[start:end], start, blocks, adapter_id, images) for start, end in pairs]
 
 
 def padded(values: torch.Tensor, count: int, value: int = 0) -> torch.Tensor:

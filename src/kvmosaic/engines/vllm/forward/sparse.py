@@ -14,6 +14,7 @@ import torch
 
 from kvmosaic.engines.vllm.compat.adapters import with_adapter
 from kvmosaic.engines.vllm.compat.graphs import graph_inputs, graph_size
+from kvmosaic.engines.vllm.compat.images import ImageModel
 from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_by
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
@@ -44,9 +45,10 @@ class SparseForward:
         ranks: Ranks,
         arrivals: LayerArrivals | None,
         tiles: TileAttention | None,
+        images: ImageModel | None = None,
     ) -> None:
         """``arrivals``: KV that is being copied into the cache; ``tiles``: attention by our own kernel, if it can
-        read the cache."""
+        read the cache; ``images``: the part of the model that reads images, if it can be used."""
         self.kv = kv
         self._ranks = ranks
         self._stages = Stages()
@@ -55,6 +57,7 @@ class SparseForward:
         self._metadata = metadata
         self._arrivals = arrivals
         self._tiles = tiles
+        self._images = images
         # On a CPU, vLLM's compiled code is traced only for its own steps; on an NPU, it was never tried. The compiled
         # code of some models takes embeddings. Between pipeline stages, it takes hidden states from buffers of the
         # step in progress.
@@ -153,7 +156,8 @@ class SparseForward:
         padding = 0 if size is None else size - count
         tiles = self._tiles if self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs else None
         queries = None if tiles is None else tiles.queries(work.sequences)
-        positions = work.positions + shift if shift else work.positions
+        positions = work.rotary_positions + shift if shift else work.rotary_positions
+        embeddings = self._embeddings(work) if work.has_images else None
         inputs = padded(work.token_ids, padding), padded(positions, padding)
 
         def attend(
@@ -194,10 +198,10 @@ class SparseForward:
             self._ranks.go_on()
             try:
                 output = self._runner.model(
-                    input_ids=input_ids,
+                    input_ids=input_ids if embeddings is None else None,
                     positions=places,
                     intermediate_tensors=self._stages.receive(),
-                    inputs_embeds=None,
+                    inputs_embeds=embeddings,
                 )
             except Exception as error:
                 if isinstance(error, _SeenEnough):
@@ -208,3 +212,9 @@ class SparseForward:
                     self._stages.fail()
                 raise
             return self._stages.hand_on(output)[:count]
+
+    def _embeddings(self, work: Pass) -> torch.Tensor:
+        """Embeddings of all tokens of a pass, ``[tokens, hidden]``, made as vLLM makes them."""
+        assert self._images is not None
+        with torch.inference_mode():
+            return self._images.embed(work.token_ids, work.image_rows(), work.is_image)

@@ -41,6 +41,6 @@ class Stages:
         return hidden
 
     def fail(self) -> None:
-        """Tell the next stage, which waits, that there is nothing to compute with."""
+        """Tell the next stage, which is waiting, that it gets no hidden states."""
         if not self._group.is_last_rank:
             self._group.send_tensor_dict({})

@@ -87,7 +87,7 @@ class AdminApp:
             case "POST", ["documents", "delete"]:
                 return await care.delete_text(await _text(request))
             case "POST", ["documents", digest, ("pin" | "unpin") as action]:
-                return await care.keep(_hash(digest), is_kept=action == "pin")
+                return await care.pin(_hash(digest), is_pinned=action == "pin")
             case "DELETE", ["documents", digest]:
                 return await care.delete(_hash(digest))
             case "DELETE", ["documents"]:

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from kvmosaic.engines.vllm.http.asgi import Message, Send
+from starlette.types import Message, Send
+
 from kvmosaic.engines.vllm.http.report import ReportNote
 
 HEADER = b"x-kvmosaic"

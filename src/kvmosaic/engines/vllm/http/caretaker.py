@@ -13,6 +13,8 @@ from kvmosaic.core.documents import spellings
 from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.key import content_hash
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.sources import without_label
+from kvmosaic.core.stand_ins import without_stand_ins
 from kvmosaic.engines.identity import learned_sink, sink_of
 from kvmosaic.engines.vllm.compat.api_server import run_request
 from kvmosaic.engines.vllm.setup import load_tokenizer
@@ -73,6 +75,7 @@ class Caretaker:
 
     async def warm(self, text: str) -> dict[str, Any]:
         """Fill a document, unless it is already stored."""
+        text = without_label(text)  # as in requests that send it as a part
         document = await self.document(text)
         told = {"hash": document.digest, "tokens": document.tokens}
         if await self._holds(document):
@@ -87,10 +90,10 @@ class Caretaker:
             document = await self.document(text)
         raise RefusedError(503, f"not filled within {WARM_SECONDS:.0f} s; the store or the engine's blocks are full")
 
-    async def keep(self, digest: str, *, is_kept: bool) -> dict[str, Any]:
+    async def pin(self, digest: str, *, is_pinned: bool) -> dict[str, Any]:
         """Protect a document from eviction, or stop protecting it."""
-        await self._all_have(digest, await self._ask("chunk_cache_keep", digest, is_kept))
-        return {"hash": digest, "pinned": is_kept}
+        await self._all_have(digest, await self._ask("chunk_cache_pin", digest, is_pinned))
+        return {"hash": digest, "pinned": is_pinned}
 
     async def delete(self, digest: str) -> dict[str, Any]:
         """Delete a document from all tiers."""
@@ -99,8 +102,10 @@ class Caretaker:
         return {"hash": digest, "deleted": True}
 
     async def delete_text(self, text: str) -> dict[str, Any]:
-        """Delete a document from all tiers, also as prompts had it in which JSON escaped it."""
-        documents = [await self.document(spelling) for spelling in spellings(text)]
+        """Delete a document from all tiers: as requests name it and as parts hold it, whose labels do not count, and
+        as prompts had it in which JSON escaped it."""
+        forms = dict.fromkeys(form for name in (without_label(text), text.strip()) for form in spellings(name))
+        documents = [await self.document(form) for form in forms]
         counts = [await self._ask("chunk_cache_delete", document.digest) for document in documents]
         await self._all_have(documents[0].digest, [sum(each) for each in counts])
         await self._settle()
@@ -150,7 +155,7 @@ class Caretaker:
         rest = dict(described)
         tokens = rest.pop("first_tokens")
         is_readable = tokens is not None and self._tokenizer is not None
-        return {**rest, "text": self._tokenizer.decode(tokens) if is_readable else None}
+        return {**rest, "text": self._tokenizer.decode(without_stand_ins(tokens)) if is_readable else None}
 
     async def _refuse_what_cannot_be_filled(self, document: _Document) -> None:
         if "documents" not in self.config.allowed_parameters:
@@ -176,7 +181,7 @@ class Caretaker:
 
     async def _settle(self) -> None:
         """Run a step, with which workers tell the scheduler which entries they no longer have."""
-        with suppress(asyncio.TimeoutError):  # then a later step tells it
+        with suppress(asyncio.TimeoutError):  # then a later step reports it
             await asyncio.wait_for(run_request(self._client, [0], 1), SETTLE_SECONDS)
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:

@@ -4,6 +4,8 @@ import logging
 from threading import Thread
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from kvmosaic.core.admin_key import ADMIN_KEY_VARIABLE, AdminKey
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import KvmosaicError
@@ -11,7 +13,6 @@ from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.compat.api_server import ServedEngine, served_engine, watch_transfer_params
 from kvmosaic.engines.vllm.http.admin import PREFIX, AdminApp
 from kvmosaic.engines.vllm.http.answer import HEADER, AnswerWithReport
-from kvmosaic.engines.vllm.http.asgi import App, Receive, Scope, Send
 from kvmosaic.engines.vllm.http.page import PATHS, PageApp
 from kvmosaic.engines.vllm.http.recent import RecentRequests
 from kvmosaic.engines.vllm.http.report import ReportNote, ReportRoutes, keep_report
@@ -28,7 +29,7 @@ class ChunkMiddleware:
     engine that has no chunk cache it does nothing.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._admin = AdminApp.from_environment()
         self._page: PageApp | None = None

@@ -30,7 +30,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 CHALLENGE = {"WWW-Authenticate": 'Basic realm="kvmosaic", charset="UTF-8"'}
-"""What makes a browser ask for the key."""
+"""Header that makes a browser ask for the key."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 """A child of vLLM's logger, so that it inherits prefix, level and handlers."""
@@ -67,7 +67,7 @@ class PageApp:
             told = {"error": "the admin key is missing or wrong; in a browser it is the password, for any user name"}
             return JSONResponse(told, HTTPStatus.UNAUTHORIZED, HEADERS | CHALLENGE)
         if request.method != "GET":
-            return JSONResponse({"error": "the page is only read"}, HTTPStatus.METHOD_NOT_ALLOWED, HEADERS)
+            return JSONResponse({"error": "the page only answers GET"}, HTTPStatus.METHOD_NOT_ALLOWED, HEADERS)
         try:
             return await self._page(request)
         except Exception:

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import Message, Receive, Scope
+
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.limits import MAX_DOCUMENTS
-from kvmosaic.core.sources import find_sources
-from kvmosaic.engines.vllm.http.asgi import Message, Receive, Scope
+from kvmosaic.core.sources import find_seams, find_sources
 from kvmosaic.engines.vllm.http.body import RequestBody
 from kvmosaic.engines.vllm.http.report import ReportNote
 
@@ -55,15 +56,19 @@ class DocumentNamer:
         named, config = body.documents(), self.config
         is_off = body.parameter("chunk_cache") is False or body.parameter("boundaries") is not None
         # The question counts with separators, from whichever sources documents come.
-        has_use = bool(config.sources - {"auto"}) or config.chunk_separator is not None
+        has_use = bool(config.sources - {"images", "auto"}) or config.chunk_separator is not None
         if is_off or named is None or not FIELDS[self.path] or not has_use:
             return {}
-        found = find_sources(body.read(FIELDS[self.path]), config.sources, config.min_chunk_tokens)
+        fields = body.read(FIELDS[self.path])
+        found = find_sources(fields, config.sources, config.min_chunk_tokens)
         known = {name.strip() for name in named}
         further = [text for text in found.documents if text not in known][: max(0, MAX_DOCUMENTS - len(named))]
         if sum(map(len, further)) > MAX_CHARACTERS:
             further = []
         added: dict[str, Any] = {"documents": [*named, *further]} if further else {}
+        seams = find_seams(fields, [*named, *further]) if body.parameter("seams") is None else []
+        if seams:
+            added["seams"] = seams
         if config.chunk_separator and found.question and body.parameter("question") is None:
             added["question"] = found.question
         return added

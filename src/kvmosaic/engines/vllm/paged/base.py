@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from math import lcm
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from kvmosaic.blend.base import KVPart
 from kvmosaic.core.entry import VIRTUAL_POS_START, ChunkKV, KVFormat, PackedKV
 from kvmosaic.core.window import WindowTails
+from kvmosaic.engines.vllm.forward.images import SequenceImages
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
@@ -90,13 +92,15 @@ class RequestBlocks(ABC):
         form: KVFormat,
         sink: ChunkKV | None = None,
         adapter_id: int = 0,
+        images: Sequence[SequenceImages | None] = (),
     ) -> list[PackedKV]:
         """Canonical KV of each chunk, computed alone after ``context``, in ``blocks`` that no request uses, in the
         format ``form``. The blocks have room for any one of the chunks; as many chunks as fit are computed at a time.
 
         The part of the context that fills whole blocks is computed once. The rest shares a block with the chunk, so
         it is computed for each chunk. If ``context`` stands for a learned ``sink``, the sink is placed instead, and
-        no context is computed. Tokens are computed with the active adapter ``adapter_id``, or with none (0)."""
+        no context is computed. Tokens are computed with the active adapter ``adapter_id``, or with none (0).
+        ``images``: those of each chunk behind the context, if any chunk has some."""
         assert VIRTUAL_POS_START == 0
         sizes = self._forward.kv.block_sizes
         shared = len(context) // lcm(*sizes) * lcm(*sizes)
@@ -114,7 +118,7 @@ class RequestBlocks(ABC):
             results.extend(self.compute(runs, ranges, form))
             runs.clear()
 
-        for chunk in chunks:
+        for chunk, inside in zip(chunks, images or repeat(None), strict=False):
             end = len(context) + len(chunk)
             need = [-(-end // size) - known for size, known in zip(sizes, first, strict=True)]
             if any(u + n > len(row) for u, n, row in zip(used, need, blocks, strict=True)):
@@ -122,11 +126,11 @@ class RequestBlocks(ABC):
                 used = list(first)
             own = [(*row[:k], *row[u : u + n]) for row, k, u, n in zip(blocks, first, used, need, strict=True)]
             if sink is None:
-                runs.append(Run([*context[shared:], *chunk], shared, own, adapter_id))
+                runs.append(Run([*context[shared:], *chunk], shared, own, adapter_id, inside))
             else:
                 if shared < len(context):
                     self.place([(sink, 0)], own, shared)
-                runs.append(Run(chunk, len(context), own, adapter_id))
+                runs.append(Run(chunk, len(context), own, adapter_id, inside))
             used = [u + n for u, n in zip(used, need, strict=True)]
         compute()
         return results

@@ -19,6 +19,10 @@ LEAST_FILL_SHARE = 0.125
 filled."""
 LOAD_SHARE = 0.4
 """Share of a full prefill step's time that a step may spend on loads, whatever vLLM computes in it."""
+LONG_LOAD_SHARE = 0.5
+"""Share of a full prefill step's time above which a load is done in slices, over several steps."""
+SLICED_STEP_SHARE = 0.6
+"""Maximum planned time of a step with slices, in full prefill steps, unless vLLM itself computes more in it."""
 LEAST_SLICE_SHARE = 0.15
 """Minimum share of a step's tokens that it computes for a request in slices, whatever else the step does."""
 MAX_PASS_SHARE = 0.25
@@ -101,6 +105,8 @@ class Admission:
         rest = text + missing - filled + int(request.ratio * (stored + filled))
         if request.is_probed:  # text is computed twice: before the choice, and behind the chosen tokens
             first += self._tokens_to_choose(request, local) - filled
+            if not policy_named(request.policy).chunk_layers:  # missing chunks are computed once, before the choice
+                rest -= missing - filled
         # The pass that computes the rest counts once for all loads of a step.
         first += self.pass_tokens * ((filled > 0) + request.is_probed)
         return _LoadCost(first + self._tokens_in(self._seconds_beside(request, local, stored + filled)), rest)
@@ -139,10 +145,10 @@ class Admission:
         """Whether reusing the stored chunks is predicted to be faster than a plain prefill."""
         ahead = request.prompt.question.start - local
         computed = self.tokens_to_compute(request, local)
-        if not all({"blend", "remap"} <= costs.keys() for costs in self._costs.values()):
+        if not (self._is_measured("blend") and self._is_measured("remap")):
             return computed < ahead  # too little was measured yet
         request.predicted = self._seconds("blend", computed) + self._seconds("remap", ahead - computed)
-        if request.is_probed and all("probe" in costs for costs in self._costs.values()):
+        if request.is_probed and self._is_measured("probe"):
             request.predicted += self._seconds("probe", ahead)
         return computed < ahead and self._judge.is_faster(request.predicted, self._seconds("blend", ahead))
 
@@ -157,7 +163,9 @@ class Admission:
 
     def is_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request takes so much of a step that it is done in slices, over several steps."""
-        return sum(self._load_cost(request, local)) > self._room_for_loads
+        return (
+            sum(self._load_cost(request, local)) > int(LONG_LOAD_SHARE * self._shape.step_tokens) - self.pass_tokens
+        )
 
     def exceeds_step(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request at once takes longer than vLLM's longest step."""
@@ -199,7 +207,8 @@ class Admission:
     def slice_tokens(self, scheduled: int) -> int:
         """Number of tokens that a step computes for each request in slices, if vLLM computes ``scheduled`` tokens in
         it."""
-        return max(self._least_slice, self._shape.step_tokens - scheduled - self._tokens_in_step - self.pass_tokens)
+        planned = int(SLICED_STEP_SHARE * self._shape.step_tokens)
+        return max(self._least_slice, planned - scheduled - self._tokens_in_step - self.pass_tokens)
 
     def tokens_to_fill(self, scheduled: int) -> int:
         """Number of tokens that a step may compute to fill chunks in the background, if vLLM computes ``scheduled``
@@ -221,7 +230,7 @@ class Admission:
 
     @property
     def _room_for_loads(self) -> int:
-        """Tokens that all loads of a step may take, except slices, which may take what vLLM leaves."""
+        """Tokens that all loads of a step may take, except slices."""
         return int(LOAD_SHARE * self._shape.step_tokens) - self.pass_tokens
 
     @property

@@ -2,16 +2,18 @@
 
 import heapq
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from kvmosaic.engines.vllm.messages import Adapter
+from kvmosaic.engines.vllm.messages import Adapter, Images
 
 MAX_WAITING_TOKENS = 2**21
 """Maximum number of waiting tokens, including contexts."""
 LEAST_WEIGHT = 512
 """Minimum number of tokens that a chunk counts as, so that there are never more than 4,096 chunks."""
+IMAGE_WEIGHT = 16
+"""Number of tokens that each token of a chunk with images counts as: its pixels wait with it, some kilobytes."""
 MAX_TRIES = 256
 """Maximum number of steps with too few free blocks for a chunk before it is forgotten. The next request that lacks it
 queues it again."""
@@ -28,7 +30,12 @@ class WaitingChunk:
     """Tokens that it is computed after."""
     adapter: Adapter | None = None
     """The adapter that it is computed with, if any."""
+    images: Images | None = None
+    """The chunk with its images, if it has any."""
     since: float = field(default_factory=lambda: time.monotonic())
+    """Time at which it began to wait, or to be wanted, in seconds."""
+    is_wanted: bool = False
+    """Whether a request waits for it, or several requests asked for it."""
     tries: int = 0
     """Number of steps that passed it over."""
 
@@ -39,7 +46,7 @@ class WaitingChunk:
 
     @property
     def weight(self) -> int:
-        return max(LEAST_WEIGHT, self.length)
+        return max(LEAST_WEIGHT, self.length) * (1 if self.images is None else IMAGE_WEIGHT)
 
 
 class FairQueue:
@@ -48,38 +55,43 @@ class FairQueue:
     oldest."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[WaitingChunk]] = OrderedDict()
-        self._waiting: dict[bytes, WaitingChunk] = {}
+        self._queues: OrderedDict[str, OrderedDict[bytes, WaitingChunk]] = OrderedDict()
+        self._waiting: OrderedDict[bytes, WaitingChunk] = OrderedDict()
+        """In the order in which they came."""
         self._weights: dict[str, int] = {}
+        """Of the chunks of each request."""
+        self._weight = 0
+        """Of all chunks."""
 
     def __len__(self) -> int:
         """Number of waiting chunks."""
         return len(self._waiting)
 
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._waiting
-
     @property
     def oldest(self) -> float:
-        """Time at which the oldest chunk began to wait."""
-        return min(chunk.since for chunk in self._waiting.values())
+        """Time at which the chunk that came first began to wait, or to be wanted."""
+        return self._first.since
 
     def add(self, chunks: Iterable[WaitingChunk]) -> None:
         """Queue chunks that do not wait already."""
         for chunk in chunks:
             if chunk.digest not in self._waiting:
-                self._queue(chunk).append(chunk)
+                self._queue(chunk)
         self._trim()
+
+    def get(self, digest: bytes) -> WaitingChunk | None:
+        """The chunk, if it waits."""
+        return self._waiting.get(digest)
 
     def next(self) -> WaitingChunk:
         """The chunk whose turn it is."""
-        return next(iter(self._queues.values()))[0]
+        return next(iter(next(iter(self._queues.values())).values()))
 
     def take(self) -> WaitingChunk:
         """Remove the chunk whose turn it is from the queue, and pass the turn to the next request."""
-        request_id, queue = next(iter(self._queues.items()))
-        self._queues.move_to_end(request_id)
-        return self._drop_first(request_id, queue)
+        chunk = self.next()
+        self._queues.move_to_end(chunk.request_id)
+        return self.remove(chunk)
 
     def skip(self) -> None:
         """Pass the turn to the next request."""
@@ -88,49 +100,67 @@ class FairQueue:
     def pass_over(self) -> None:
         """Move the chunk whose turn it is to the end of its queue, and pass the turn to the next request. After
         :data:`MAX_TRIES`, the chunk is dropped instead."""
-        chunk = self.take()
+        chunk = self.next()
         chunk.tries += 1
-        if chunk.tries < MAX_TRIES:
-            self._queue(chunk).append(chunk)
+        self._queues[chunk.request_id].move_to_end(chunk.digest)
+        self.skip()
+        if chunk.tries == MAX_TRIES:
+            self.remove(chunk)
 
     def put_back(self, chunk: WaitingChunk) -> None:
         """Queue a chunk again that was taken. It has the next turn."""
         if chunk.digest not in self._waiting:
-            self._queue(chunk).appendleft(chunk)
+            self._queue(chunk)
+            self._waiting.move_to_end(chunk.digest, last=False)
+            self._queues[chunk.request_id].move_to_end(chunk.digest, last=False)
             self._queues.move_to_end(chunk.request_id, last=False)
 
-    def take_all_of(self, adapter: Adapter) -> list[WaitingChunk]:
-        """Remove the chunks of an adapter from the queue. All chunks of a request have the same adapter."""
-        theirs = [(name, queue) for name, queue in self._queues.items() if queue[0].adapter == adapter]
-        return [self._drop_first(name, queue) for name, queue in theirs for _ in range(len(queue))]
+    def take_all_of(self, adapters: Collection[Adapter]) -> list[WaitingChunk]:
+        """Remove the chunks of adapters from the queue."""
+        return [self.remove(chunk) for chunk in list(self._waiting.values()) if chunk.adapter in adapters]
+
+    def remove(self, chunk: WaitingChunk) -> WaitingChunk:
+        """Remove a chunk that waits."""
+        request_id = chunk.request_id
+        del self._waiting[chunk.digest], self._queues[request_id][chunk.digest]
+        self._weights[request_id] -= chunk.weight
+        self._weight -= chunk.weight
+        if not self._queues[request_id]:
+            del self._queues[request_id], self._weights[request_id]
+        return chunk
+
+    def drop_before(self, time: float) -> int:
+        """Drop the chunks that came first, as long as they wait since before ``time``. Returns their number."""
+        dropped = 0
+        while self._waiting and self._first.since < time:
+            self.remove(self._first)
+            dropped += 1
+        return dropped
 
     def clear(self) -> None:
         self._queues.clear()
         self._waiting.clear()
         self._weights.clear()
+        self._weight = 0
 
-    def _queue(self, chunk: WaitingChunk) -> deque[WaitingChunk]:
-        """The queue for a chunk, which is counted as waiting."""
+    @property
+    def _first(self) -> WaitingChunk:
+        return next(iter(self._waiting.values()))
+
+    def _queue(self, chunk: WaitingChunk) -> None:
+        """Put a chunk at the end of its request's queue."""
         self._waiting[chunk.digest] = chunk
         self._weights[chunk.request_id] = self._weights.get(chunk.request_id, 0) + chunk.weight
-        return self._queues.setdefault(chunk.request_id, deque())
-
-    def _drop_first(self, request_id: str, queue: deque[WaitingChunk]) -> WaitingChunk:
-        chunk = queue.popleft()
-        del self._waiting[chunk.digest]
-        self._weights[request_id] -= chunk.weight
-        if not queue:
-            del self._queues[request_id], self._weights[request_id]
-        return chunk
+        self._weight += chunk.weight
+        self._queues.setdefault(chunk.request_id, OrderedDict())[chunk.digest] = chunk
 
     def _trim(self) -> None:
-        excess = sum(self._weights.values()) - MAX_WAITING_TOKENS
-        if excess <= 0:
+        if self._weight <= MAX_WAITING_TOKENS:
             return
         longest = [(-weight, request_id) for request_id, weight in self._weights.items()]
         heapq.heapify(longest)
-        while excess > 0:
+        while self._weight > MAX_WAITING_TOKENS:
             _, request_id = heapq.heappop(longest)
-            excess -= self._drop_first(request_id, self._queues[request_id]).weight
+            self.remove(next(iter(self._queues[request_id].values())))
             if request_id in self._weights:
                 heapq.heappush(longest, (-self._weights[request_id], request_id))

@@ -15,7 +15,7 @@ class IdleFills:
     """Chunks by adapter. The adapters come in the order in which they became idle, or got their latest chunk."""
 
     def __init__(self) -> None:
-        self._chunks: OrderedDict[Adapter, dict[bytes, WaitingChunk]] = OrderedDict()
+        self._chunks: OrderedDict[Adapter, OrderedDict[bytes, WaitingChunk]] = OrderedDict()
         self._since: dict[Adapter, float] = {}
         self._weight = 0
         self._dropped = 0
@@ -23,8 +23,10 @@ class IdleFills:
     def __len__(self) -> int:
         return sum(map(len, self._chunks.values()))
 
-    def __contains__(self, digest: bytes) -> bool:
-        return any(digest in chunks for chunks in self._chunks.values())
+    def get(self, adapter: Adapter, digest: bytes) -> WaitingChunk | None:
+        """The chunk of an adapter, if it waits."""
+        mine = self._chunks.get(adapter)
+        return None if mine is None else mine.get(digest)
 
     def add(self, chunks: Iterable[WaitingChunk]) -> None:
         """Keep chunks of adapters until these are active. If there are too many, those that have been idle for
@@ -32,14 +34,14 @@ class IdleFills:
         for chunk in chunks:
             assert chunk.adapter is not None
             self._since[chunk.adapter] = time.monotonic()
-            mine = self._chunks.setdefault(chunk.adapter, {})
+            mine = self._chunks.setdefault(chunk.adapter, OrderedDict())
             self._chunks.move_to_end(chunk.adapter)
             if chunk.digest not in mine:
                 mine[chunk.digest] = chunk
                 self._weight += chunk.weight
         while self._weight > MAX_WAITING_TOKENS:
             adapter, mine = next(iter(self._chunks.items()))
-            self._weight -= mine.pop(next(iter(mine))).weight
+            self._weight -= mine.popitem(last=False)[1].weight
             self._dropped += 1
             if not mine:
                 self._forget(adapter)

@@ -51,6 +51,14 @@ class Loads:
             self._admission.admit(request, local)
         return load
 
+    def begin_step(self, scheduled: int) -> int:
+        """Begin to plan the step behind one in which vLLM computes ``scheduled`` tokens. Returns the number of tokens
+        that this one computes for each request in slices."""
+        has_slices = bool(self.in_slices)
+        tokens = self._admission.slice_tokens(scheduled) if has_slices else 0
+        self._admission.begin_step(has_slices=has_slices)
+        return tokens
+
     def done(self, request_ids: Iterable[str]) -> None:
         """All slices of these requests are loaded."""
         self.in_slices.difference_update(request_ids)

@@ -15,6 +15,7 @@ from kvmosaic.engines.vllm.messages import Adapter
 from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.scheduler_side.digests import ChunkDigests, salt_of
 from kvmosaic.engines.vllm.scheduler_side.fair_queue import WaitingChunk
+from kvmosaic.engines.vllm.scheduler_side.images import PromptImages
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
@@ -84,17 +85,26 @@ class Planner:
         if params.boundaries is not None:
             prompt = self._parser.parse(request.prompt_token_ids, params.boundaries)
         else:
-            named = self._parser.parse_named(request.prompt_token_ids, params.documents, params.question)
+            named = self._parser.parse_named(
+                request.prompt_token_ids, params.documents, params.question, params.seams
+            )
             prompt, absent = named.prompt, named.absent
         ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
         policy = self._config.policy if params.policy is None else params.policy
         policy_served(policy, self._shape.num_layers)
         reason, salt = _cannot_be_reused(request, adapter), salt_of(request.cache_salt, adapter)
+        had_chunks, sources = bool(prompt.chunks), self._config.sources
+        images = None
+        if reason is None and (had_chunks or sources & {"images", "auto"}):
+            images = self._images(request)
+        prompt = prompt if images is None else images.mark(prompt)
         longer: tuple[Span, ...] = ()
         if self._discovery is not None and reason is None and params.boundaries is None:
-            prompt, longer = self._with_runs(prompt, self._discovery, salt)
+            prompt, longer = self._with_runs(prompt, self._discovery, salt, images)
+        if images is not None and "images" in sources:
+            prompt = images.add_to(prompt, self._config.min_chunk_tokens, MAX_CHUNKS)
         if not prompt.chunks:
-            return Plan(None, absent)
+            return Plan(Fallback.MULTIMODAL if had_chunks else None, absent)
         if reason is None and looks_inside(policy, ratio) and any(map(self._shape.is_cut, map(len, prompt.chunks))):
             logger.warning(
                 "request %s is prefilled: %s at ratio %g looks inside chunks, of which layers with a sliding window "
@@ -107,13 +117,21 @@ class Planner:
         first = prompt.chunks[0].start
         digests = ChunkDigests(self._config, self._sink, prompt, salt)
         hashes = tuple(digests.digest(span, first) for span in prompt.chunks)
-        turn_ends = tuple(self._parser.turn_ends(prompt))
+        # Stand-ins for images are no tokens.
+        readable = prompt if images is None else ChunkedPrompt(images.token_ids, prompt.chunks)
+        turn_ends = tuple(self._parser.turn_ends(readable))
         context = digests.context(first)
-        ours = ChunkRequest(request.request_id, prompt, ratio, policy, context, hashes, turn_ends, adapter)
+        ours = ChunkRequest(request.request_id, prompt, ratio, policy, context, hashes, turn_ends, adapter, images)
         return Plan(ours, absent, tuple(self._to_fill(ours, longer, digests)))
 
+    def _images(self, request: Any) -> PromptImages | None:
+        """The images of a request. Workers cannot read them for a request with an adapter, nor before a chunk that
+        is computed after its system prompt."""
+        is_usual = request.lora_request is None and self._config.chunk_context == "alone"
+        return PromptImages.of(request, can_read=self._shape.reads_images and is_usual)
+
     def _with_runs(
-        self, prompt: ChunkedPrompt, discovery: Discovery, salt: bytes | None
+        self, prompt: ChunkedPrompt, discovery: Discovery, salt: bytes | None, images: PromptImages | None
     ) -> tuple[ChunkedPrompt, tuple[Span, ...]]:
         """The prompt with recurring texts as further chunks, and longer texts that should be stored."""
         digests = ChunkDigests(self._config, self._sink, prompt, salt)
@@ -122,9 +140,12 @@ class Planner:
             return self._mirror.has(digests.digest(span, first))
 
         found = discovery.find(prompt.token_array, prompt.chunks, None if salt is None else salt.hex(), is_stored)
-        runs = found.chunks[: MAX_CHUNKS - len(prompt.chunks)]
+        new, to_fill = found.chunks, found.to_fill
+        if images is not None:
+            new, to_fill = tuple(images.reusable(new)), tuple(images.reusable(to_fill))
+        runs = new[: MAX_CHUNKS - len(prompt.chunks)]
         chunks = sorted([*prompt.chunks, *runs], key=lambda span: span.start)
-        return ChunkedPrompt(prompt.token_ids, tuple(chunks)) if runs else prompt, found.to_fill
+        return ChunkedPrompt(prompt.token_ids, tuple(chunks)) if runs else prompt, to_fill
 
     def _to_fill(
         self, request: ChunkRequest, spans: tuple[Span, ...], digests: ChunkDigests
@@ -136,7 +157,8 @@ class Planner:
             context = digests.context(first)
             if len(span) + len(context) <= self._shape.max_positions:
                 tokens, digest = request.prompt.tokens_of(span), digests.digest(span, first)
-                yield WaitingChunk(request.request_id, digest, tokens, context, request.adapter)
+                images = request.images_in(span)
+                yield WaitingChunk(request.request_id, digest, tokens, context, request.adapter, images)
 
 
 def _cannot_be_reused(request: Any, adapter: Adapter | None) -> Fallback | None:
@@ -145,8 +167,6 @@ def _cannot_be_reused(request: Any, adapter: Adapter | None) -> Fallback | None:
         return Fallback.LORA
     if request.prompt_embeds is not None:
         return Fallback.PROMPT_EMBEDS
-    if request.mm_features:
-        return Fallback.MULTIMODAL
     if request.pooling_params is not None or request.skip_reading_prefix_cache:
         return Fallback.EVERY_TOKEN_WANTED
     return None

@@ -2,14 +2,15 @@
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvmosaic.blend import policy_named
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.vllm.messages import Adapter, ChunkLoad
+from kvmosaic.engines.vllm.messages import Adapter, ChunkLoad, Images
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt
+from kvmosaic.engines.vllm.scheduler_side.images import PromptImages
 from kvmosaic.engines.vllm.shape import EngineShape
 
 
@@ -32,6 +33,8 @@ class ChunkRequest:
     """For each chunk, the position where its turn of the conversation ends."""
     adapter: Adapter | None = None
     """Its adapter, if it has one."""
+    images: PromptImages | None = None
+    """Its images, if it has any. Their tokens in ``prompt`` are stand-ins."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
     """Tiers from which chunks were fetched, by content hash."""
     asked_for: list[bytes] = field(default_factory=list)
@@ -46,7 +49,8 @@ class ChunkRequest:
     is_noted: bool = False
     """Whether its missing chunks were queued to be filled in the background."""
     lacking: list[bytes] | None = None
-    """Chunks that it waits for until they are filled in the background; ``None`` before this was checked."""
+    """Chunks that it waits for until they are filled in the background, the first one last; ``None`` before this was
+    checked."""
     filled: frozenset[bytes] = frozenset()
     """Chunks that were queued to be filled for it in the background before it began."""
     is_long: bool = False
@@ -80,6 +84,15 @@ class ChunkRequest:
         """The chunks that end behind position ``start``, with their content hashes."""
         pairs = zip(self.prompt.chunks, self.digests, strict=True)
         return [(span, digest) for span, digest in pairs if span.end > start]
+
+    @property
+    def features(self) -> Sequence[Any]:
+        """What vLLM knows of its images, and of other inputs than text."""
+        return () if self.images is None else self.images.features
+
+    def images_in(self, span: Span) -> Images | None:
+        """One of its chunks with its images; ``None`` if it has none."""
+        return None if self.images is None else self.images.inside(span)
 
     def begins_inside(self, local: int) -> bool:
         """Whether vLLM's prefix cache, which has the first ``local`` tokens, ends inside a chunk. Layers with a
@@ -152,6 +165,7 @@ class ChunkRequest:
             is_sliced=self.is_long,
             is_reported=is_reported,
             adapter=self.adapter,
+            images=None if self.images is None else self.images.before(self.prompt.question.start),
         )
 
     def wait_for(self, ranks: int) -> None:

@@ -1,7 +1,7 @@
 """Scheduler side: which requests have chunks, what to wait for, how many tokens the worker loads."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvmosaic.core.limits import shown_id
@@ -44,9 +44,8 @@ class ChunkScheduler:
         config, shape = setup.config, setup.shape
         self._config = config
         self._shape = shape
-        discovery = setup.discovery() if "auto" in config.sources else None
         self._mirror = StoreMirror(shape.ranks)
-        self._planner = Planner(config, setup.parser, setup.sink, shape, self._mirror, discovery)
+        self._planner = Planner(config, setup.parser, setup.sink, shape, self._mirror, setup.discovery())
         self._admission = Admission(config, shape, self._mirror)
         self._backlog = FillBacklog(shape)
         self._waiting = WaitingRoom(config, shape, self._mirror, self._admission, self._backlog)
@@ -129,13 +128,12 @@ class ChunkScheduler:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
-        is_alone = not self._running
-        matched = self._waiting.matched(ours, local, self._work, is_alone=is_alone)
+        matched = self._waiting.matched(ours, local, self._work, is_alone=not self._running)
         if isinstance(matched, Fallback):
             keep_to_itself(request, ours.first_cut_block(self._shape))
             return self._serve_plainly(ours, local, matched), False
         # A request that runs alone is computed at once. An adapter may not be active before its request's own step.
-        may_be_long = bool(matched) and not is_alone and ours.adapter is None
+        may_be_long = bool(matched) and bool(self._running) and ours.adapter is None
         ours.is_long = may_be_long and self._admission.is_long(ours, local)
         return matched, ours.is_long
 
@@ -189,14 +187,16 @@ class ChunkScheduler:
                 others_run=bool(self._running),
             )
         self._lender.take_back()
-        has_slices = bool(self._loads.in_slices)
-        self._work.slice_tokens = self._admission.slice_tokens(step.total_tokens) if has_slices else 0
-        self._admission.begin_step(has_slices=has_slices)
+        self._work.slice_tokens = self._loads.begin_step(step.total_tokens)
         with self.stats.doing_without("saving prefixes"):
             self._work.prefix_saves = self.prefixes.due(step, self._tables)
         work, self._work = self._work, StepWork(engine_id=self._work.engine_id, weights=self._work.weights)
         self._tables.start_early(step, work)
         return work
+
+    def features_of(self, request_id: str) -> Sequence[Any]:
+        """What vLLM knows of the images, and other inputs than text, of a request with chunks."""
+        return self._requests[request_id].features if request_id in self._requests else ()
 
     def empty_memory(self) -> None:
         """Have the workers forget all entries in memory. vLLM also asks for this when it goes to sleep."""

@@ -63,7 +63,7 @@ class StoreMirror:
         return self.tier(digest) is not None
 
     def can_store(self, tokens: int) -> bool:
-        """Whether every rank's store has room for a chunk of so many tokens."""
+        """Whether every rank's store has room for a chunk of ``tokens`` tokens."""
         return all(most is None or tokens <= most for most in self._max_tokens.values())
 
     def is_near(self, digest: bytes) -> bool:

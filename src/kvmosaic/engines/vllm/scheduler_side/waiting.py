@@ -123,8 +123,8 @@ class WaitingRoom:
             tokens = sum(len(chunk.tokens) for chunk in every) + len(request.context)
             request.lacking = []
             if tokens > self._admission.tokens_worth_filling():
-                self._backlog.add(every)
-                request.lacking = [chunk.digest for chunk in every]
+                self._backlog.add(every, is_awaited=True)
+                request.lacking = [chunk.digest for chunk in reversed(every)]  # the last one is filled first
                 request.filled = frozenset(request.lacking)
         while request.lacking and self._mirror.has(request.lacking[-1]):
             request.lacking.pop()
@@ -137,4 +137,5 @@ class WaitingRoom:
         for span, digest in request.chunks_from(local):
             if len(span) <= longest and self._mirror.can_store(len(span)) and not self._mirror.has(digest):
                 tokens = request.prompt.tokens_of(span)
-                yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter)
+                images = request.images_in(span)
+                yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter, images)

@@ -64,12 +64,15 @@ COUNTS: dict[CountName, Labelled] = {
     "evictions": Labelled("Entries evicted to make room."),
     "write_errors": Labelled("Entries that a tier failed to store."),
     "errors": Labelled(
-        "Failures inside the chunk cache despite which requests were served, by what failed.",
+        "Failures inside the chunk cache, by the stage that failed. The requests were served nevertheless.",
         "stage",
         get_args(FailingStage),
     ),
     "dropped_writes": Labelled("Entries not written to the slower tiers, because too many were waiting."),
-    "dropped_fills": Labelled("Missing chunks of LoRA adapters that were not filled, because no request used them."),
+    "dropped_fills": Labelled(
+        "Missing chunks that were not filled: only one request had asked for them and no step was quiet for 60 s, no "
+        "request used their LoRA adapter for 60 s, or the adapter changed."
+    ),
 }
 # No values: a tier that is not configured has no level, not a level of zero.
 LEVELS: dict[LevelName, Labelled] = {

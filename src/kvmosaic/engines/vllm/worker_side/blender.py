@@ -12,6 +12,7 @@ from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
+from kvmosaic.engines.vllm.worker_side.images import LoadImages
 from kvmosaic.engines.vllm.worker_side.probe import VllmProbe
 
 REMEMBERED = 1024
@@ -42,11 +43,14 @@ class Blender:
     """Makes one choice per prompt: vLLM's prefix cache may bring back a part of a blended prompt, and the rest then
     has to be blended as before."""
 
-    def __init__(self, forward: SparseForward, paged: RequestBlocks, ranks: Ranks, timer: StageTimer) -> None:
+    def __init__(
+        self, forward: SparseForward, paged: RequestBlocks, ranks: Ranks, timer: StageTimer, images: LoadImages
+    ) -> None:
         self._forward = forward
         self._timer = timer
         self._paged = paged
         self._ranks = ranks
+        self._images = images
         is_full = ranks.of_all_layers([layer.window is None for layer in forward.kv.layers])
         self._full_layers = [layer for layer, sees_all in enumerate(is_full) if sees_all]
         self._choices: dict[bytes, _Choice] = {}
@@ -60,7 +64,8 @@ class Blender:
 
     def prepare(self, load: ChunkLoad, moves: Sequence[tuple[ChunkKV, int]]) -> Blend | None:
         """A blend of the chunks that ``moves`` put in place; ``None`` if that failed on some rank."""
-        probe = VllmProbe(load, moves, self._forward, self._paged, self._ranks, self._full_layers)
+        images = self._images.of(load)
+        probe = VllmProbe(load, moves, self._forward, self._paged, self._ranks, self._full_layers, images)
         if not moves or load.ratio in (0, 1):
             return Blend(load, probe, None, False)
         known = self._choices.get(load.blend_digest())

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvmosaic.core.entry import ChunkKV
@@ -18,6 +18,7 @@ from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
+from kvmosaic.engines.vllm.worker_side.images import LoadImages
 from kvmosaic.store import Fetched, LookupResult, MissReason
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Bringer:
         paged: RequestBlocks,
         filler: ChunkFiller,
         block_sizes: Sequence[int],
+        images: LoadImages,
         *,
         ranks: Ranks,
         timer: StageTimer,
@@ -64,6 +66,7 @@ class Bringer:
         self._paged = paged
         self._filler = filler
         self._block_sizes = block_sizes
+        self._images = images
         self._ranks = ranks
         self._timer = timer
         self._stats = stats
@@ -73,10 +76,11 @@ class Bringer:
         open, no other thread overwrites the entries: the GPU may read them only later."""
         prompt = load.prompt
         context = self._cache.context_of(prompt)
+        lags = {span: self._images.lag(load, span) for span in prompt.chunks if span.end > load.start}
         chunks = [
             Segment(span, prompt.tokens_of(span), context, self._cache.key_of_hash(digest, len(span)))
             for span, digest in zip(prompt.chunks, load.digests, strict=True)
-            if span.end > load.start
+            if lags.get(span) is not None
         ]
         remainder = self._system_remainder(load)
         with self._timer.stage("lookup"):
@@ -88,11 +92,17 @@ class Bringer:
                 self._stats.failed("fill")
             entries |= filled or {}
         usable = [segment for segment in (*remainder, *chunks) if segment.key in entries]
-        placed = [(entries[segment.key], segment.span.start) for segment in usable]
+        moves = [
+            (_with_lag(entries[segment.key], lags[segment.span]), segment.span.start)
+            for segment in chunks
+            if segment.key in entries
+        ]
+        # The end of a system prompt stays where it was computed.
+        placed = [(entries[segment.key], segment.span.start) for segment in remainder if segment.key in entries]
         is_placed = False
         try:
             with self._timer.stage("remap", sum(len(segment.tokens) for segment in usable)) as remap:
-                remap.end = self._paged.place(placed, load.blocks, load.start)
+                remap.end = self._paged.place([*placed, *moves], load.blocks, load.start)
             is_placed = True
         except Exception:
             logger.exception(
@@ -103,7 +113,7 @@ class Bringer:
             return None
         return Brought(
             [segment.span for segment in usable],
-            [(entries[segment.key], segment.span.start) for segment in chunks if segment.key in entries],
+            moves,
             next((segment for segment in remainder if segment not in usable), None),
         )
 
@@ -175,4 +185,15 @@ class Bringer:
                 fitting[segment.key] = tokens
             else:
                 logger.warning("a chunk of %d tokens is computed as ordinary text: no room to fill it", len(tokens))
-        return self._filler.fill(fitting, missing[0].context, blocks, load.adapter) if fitting else {}
+        if not fitting:
+            return {}
+        images = {}
+        for segment in missing:
+            inside = None if load.images is None else load.images.inside(segment.span)
+            if inside is not None:
+                images[segment.key] = inside
+        return self._filler.fill(fitting, missing[0].context, blocks, load.adapter, images)
+
+
+def _with_lag(entry: ChunkKV, lag: int | None) -> ChunkKV:
+    return replace(entry, lag=lag) if lag else entry

@@ -35,10 +35,10 @@ class StoredDocuments:
         """The keys of a content hash, given by its hexadecimal digits."""
         return [info.key for info in self._entries() if info.key.content_hash.hex() == digest]
 
-    def keep(self, digest: str, *, is_kept: bool) -> int:
+    def pin(self, digest: str, *, is_pinned: bool) -> int:
         """Protect entries from eviction, or stop protecting them. Returns their number."""
         keys = self.keys(digest)
-        if is_kept:
+        if is_pinned:
             self._cache.store.keep(keys)
         else:
             self._cache.store.let_go(keys)

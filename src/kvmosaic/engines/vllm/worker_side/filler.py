@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -11,14 +12,16 @@ from kvmosaic.core.entry import ChunkKV, PackedKV
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.core.window import WHOLE
 from kvmosaic.engines.chunk_cache import ChunkCache
+from kvmosaic.engines.vllm.forward.images import SequenceImages
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
-from kvmosaic.engines.vllm.messages import Adapter, ChunkFill, FillSlice, adapter_id
+from kvmosaic.engines.vllm.messages import Adapter, ChunkFill, FillSlice, Images, adapter_id
 from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
+from kvmosaic.engines.vllm.worker_side.images import LoadImages
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +49,13 @@ class ChunkFiller:
         timer: StageTimer,
         stats: ChunkStats,
         adapters: LoadedAdapters,
+        images: LoadImages,
         sink: ChunkKV | None = None,
     ) -> None:
         """``sink``: the learned sink that all chunks are filled after, if there is one."""
         self._sink = sink
         self._half_filled: _HalfFilled | None = None
+        self._slice_images: tuple[bytes, SequenceImages | None] | None = None  # of the chunk with that digest
         self._cache = cache
         self._shape = shape
         self._paged = paged
@@ -58,6 +63,7 @@ class ChunkFiller:
         self._timer = timer
         self._stats = stats
         self._adapters = adapters
+        self._images = images
 
     def fill(
         self,
@@ -65,13 +71,16 @@ class ChunkFiller:
         context: Sequence[int],
         blocks: Sequence[Sequence[int]],
         adapter: Adapter | None = None,
+        images: Mapping[ChunkKey, Images] | None = None,
     ) -> dict[ChunkKey, ChunkKV]:
         """Compute the entries of ``chunks`` after ``context``, in ``blocks`` with room for any one of them, and store
-        them. ``adapter``: the adapter that they are computed with, which can be used."""
+        them. ``adapter``: the adapter that they are computed with, which can be used; ``images``: chunks with
+        images."""
         once, each = (0, 0) if self._sink is not None else self._shape.fill_shares(len(context))
         with self._timer.stage("fill", once + sum(each + len(tokens) for tokens in chunks.values())):
             form, tokens = self._cache.document_format, list(chunks.values())
-            computed = self._paged.fill(context, tokens, blocks, form, self._sink, adapter_id(adapter))
+            pictured = [self._images.sequence(images.get(key), len(context)) for key in chunks] if images else []
+            computed = self._paged.fill(context, tokens, blocks, form, self._sink, adapter_id(adapter), pictured)
             entries = {
                 key: self._stored(key, tokens, context, packed)
                 for (key, tokens), packed in zip(chunks.items(), computed, strict=True)
@@ -81,7 +90,7 @@ class ChunkFiller:
 
     def forget(self) -> None:
         """Discard a chunk that is partly filled, because its weights have changed."""
-        self._half_filled = None
+        self._half_filled = self._slice_images = None
 
     def fill_in_background(self, fills: Sequence[ChunkFill], part: FillSlice | None) -> None:
         """Fill missing chunks, and a part of one that takes several steps. Those of adapters that have changed since
@@ -102,15 +111,24 @@ class ChunkFiller:
                 self._stats.failed("fill")
 
     def _fill_one(self, fill: ChunkFill) -> dict[ChunkKey, ChunkKV]:
-        chunks = {self._cache.key_of_hash(digest, len(tokens)): tokens for digest, tokens in fill.chunks}
-        return self.fill(chunks, fill.context, fill.blocks, fill.adapter)
+        chunks: dict[ChunkKey, Sequence[int]] = {}
+        images: dict[ChunkKey, Images] = {}
+        for (digest, tokens), inside in zip(fill.chunks, fill.images or repeat(None), strict=False):
+            key = self._cache.key_of_hash(digest, len(tokens))
+            chunks[key] = tokens
+            if inside is not None:
+                images[key] = inside
+        return self.fill(chunks, fill.context, fill.blocks, fill.adapter, images)
 
     def _fill_slice(self, part: FillSlice) -> bool:
         """Compute a part of a chunk, and store the chunk after its last part. Always returns true: it was done."""
         placed = len(self._sink.tokens) if self._sink is not None else 0
         if self._sink is not None and part.start == placed:
             self._paged.place([(self._sink, 0)], part.blocks, 0)
-        run = Run(part.tokens, part.start, part.blocks, adapter_id(part.adapter))
+        if part.start == placed or self._slice_images is None or self._slice_images[0] != part.digest:
+            self._slice_images = part.digest, self._images.sequence(part.images, part.context_tokens)
+        _, images = self._slice_images  # what earlier steps encoded is still there
+        run = Run(part.tokens, part.start, part.blocks, adapter_id(part.adapter), images)
         first = max(part.start, part.context_tokens)
         captures = not self._paged.holds_computed and run.end > first
         with self._timer.stage("fill", len(part.tokens)):
@@ -127,7 +145,7 @@ class ChunkFiller:
         half.pieces += computed
         if not part.is_last:
             return True
-        self._half_filled = None
+        self._half_filled = self._slice_images = None
         form = self._cache.document_format
         if self._paged.holds_computed:
             packed = self._paged.read(part.blocks[0], part.context_tokens, run.end, form)
@@ -146,9 +164,9 @@ class ChunkFiller:
 
     def _stored(self, key: ChunkKey, tokens: Sequence[int], context: Sequence[int], packed: PackedKV) -> ChunkKV:
         """The entry, which is also stored if the store accepts it."""
-        entry = self._cache.entry(key, tokens, context, packed)
+        entry = ChunkKV.from_packed(key, tokens, context, packed, "document")
         try:
-            self._cache.keep(entry)
+            self._cache.put(entry)
         except Exception:
             logger.exception("could not store a chunk of %d tokens", len(tokens))
             self._stats.failed("store")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvmosaic.core.accelerator import free_unused_memory
-from kvmosaic.core.entry import PackedKV
+from kvmosaic.core.entry import ChunkKV, PackedKV
 from kvmosaic.core.prompt import Span
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.results import Fallback, joined
@@ -21,6 +21,7 @@ from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
 from kvmosaic.engines.vllm.worker_side.blender import Blender
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer, Brought, Segment
+from kvmosaic.engines.vllm.worker_side.images import LoadImages
 from kvmosaic.engines.vllm.worker_side.slices import Slices
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class ChunkLoader:
         bringer: Bringer,
         blender: Blender,
         adapters: LoadedAdapters,
+        images: LoadImages,
         *,
         timer: StageTimer,
         stats: ChunkStats,
@@ -56,6 +58,7 @@ class ChunkLoader:
         self._bringer = bringer
         self._blender = blender
         self._adapters = adapters
+        self._images = images
         self._timer = timer
         self._stats = stats
         self.slices = Slices()
@@ -73,6 +76,7 @@ class ChunkLoader:
             due = [_Due(runs) for runs in self.slices.go_on(slice_tokens)]
             for load in loads:
                 due = self._assemble(load, due, slice_tokens)
+            self._images.forget()
             self._compute(due)
 
     def _assemble(self, load: ChunkLoad, before: list[_Due], slice_tokens: int) -> list[_Due]:
@@ -86,7 +90,7 @@ class ChunkLoader:
             if brought is None:
                 return [*before, self._whole(load, Fallback.LOAD_ERROR, slice_tokens)]
             fresh = self._fresh(load, brought.spans)
-            mine = _Due(_runs(load, fresh), brought.system_remainder)
+            mine = _Due(self._runs(load, fresh), brought.system_remainder)
             blend = self._blender.prepare(load, brought.moves)
             if blend is not None and blend.needs_context:
                 # Also for earlier requests: vLLM's prefix cache may have given this one blocks that they are to
@@ -107,17 +111,18 @@ class ChunkLoader:
             wanted |= fresh
         else:
             # Text behind a changed token was computed before the choice. It is computed again, to see the changed
-            # token.
+            # token. Missing chunks are not: they have seen all that is before them, and are long.
             changed = blend.probe.first_changed(blended)
-            wanted[changed:] |= fresh[changed:]
-        return [*before, self._first_slice(load, _Due(_runs(load, wanted), mine.system_remainder), slice_tokens)]
+            again = fresh & ~_in_chunks(load) if blend.probe.keeps_fresh else fresh
+            wanted[changed:] |= again[changed:]
+        return [*before, self._first_slice(load, _Due(self._runs(load, wanted), mine.system_remainder), slice_tokens)]
 
     def _whole(self, load: ChunkLoad, reason: Fallback, slice_tokens: int) -> _Due:
         """All tokens of a request, to be computed as plain vLLM would; its blocks are overwritten. This is not left
         to vLLM (``get_block_ids_with_load_errors``), because the V2 runner of 0.26 would continue with the bad
         blocks."""
         self._stats.count_alike("fallbacks", reason)
-        return self._first_slice(load, _Due(_runs(load, self._fresh(load, []))), slice_tokens)
+        return self._first_slice(load, _Due(self._runs(load, self._fresh(load, []))), slice_tokens)
 
     def _count(self, load: ChunkLoad, brought: Brought, fresh: np.ndarray, recomputed: int) -> None:
         moved = sum(at + len(entry.tokens) - max(at, load.start) for entry, at in brought.moves)
@@ -182,7 +187,7 @@ class ChunkLoader:
 
     def _store(self, segment: Segment, packed: PackedKV) -> None:
         try:
-            self._cache.put(segment.key, segment.tokens, segment.context, packed, "system-tail")
+            self._cache.put(ChunkKV.from_packed(segment.key, segment.tokens, segment.context, packed, "system-tail"))
         except Exception:
             logger.exception("could not store the end of a system prompt, of %d tokens", len(segment.tokens))
             self._stats.failed("store")
@@ -202,6 +207,14 @@ class ChunkLoader:
         if self._ranks.together(compute, "computing requests again") is None:
             raise RuntimeError("requests could not be computed, twice in a row; the log has the reasons")
 
+    def _runs(self, load: ChunkLoad, wanted: np.ndarray) -> list[Run]:
+        images = self._images.of(load)
+        return runs_of(wanted, load.prompt.token_ids, load.blocks, adapter_id(load.adapter), images)
 
-def _runs(load: ChunkLoad, wanted: np.ndarray) -> list[Run]:
-    return runs_of(wanted, load.prompt.token_ids, load.blocks, adapter_id(load.adapter))
+
+def _in_chunks(load: ChunkLoad) -> np.ndarray:
+    """The tokens before the question that are in chunks, ``[tokens]`` bool."""
+    inside = np.zeros(load.prompt.question.start, dtype=bool)
+    for span in load.prompt.chunks:
+        inside[span.start : span.end] = True
+    return inside

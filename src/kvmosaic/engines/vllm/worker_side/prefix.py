@@ -53,7 +53,8 @@ class PrefixLoader:
                 end = start + save.segment_tokens
                 packed = self._paged.read(save.blocks, start, end, self._paged.format)
                 key = self._cache.key_of_hash(digest, save.segment_tokens, is_exact=True)
-                self._cache.put(key, save.tokens[start:end], save.tokens[:start], packed, "prefix-part")
+                tokens, context = save.tokens[start:end], save.tokens[:start]
+                self._cache.put(ChunkKV.from_packed(key, tokens, context, packed, "prefix-part"))
                 self._stats.count_alike("tokens", "saved", save.segment_tokens)
             except Exception:  # noqa: PERF203 - the other segments can still be stored
                 logger.exception("could not store a segment of an exact prefix")

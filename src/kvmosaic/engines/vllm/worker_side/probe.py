@@ -8,6 +8,8 @@ import torch
 from kvmosaic.blend.base import QUERY_TOKENS, AssembledPrompt, KVPart
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.core.stand_ins import first_stand_in
+from kvmosaic.engines.vllm.forward.images import SequenceImages
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import Observer, SparseForward
@@ -28,6 +30,7 @@ class VllmProbe(AssembledPrompt):
         paged: RequestBlocks,
         ranks: Ranks,
         full_layers: Sequence[int],
+        images: SequenceImages | None = None,
     ) -> None:
         """``moves``: the entries in the load's blocks, and their positions. ``full_layers`` are numbered in the whole
         model, like all layers here."""
@@ -41,6 +44,7 @@ class VllmProbe(AssembledPrompt):
         ``start`` are not written to."""
         self._start = load.start
         self._adapter_id = adapter_id(load.adapter)
+        self._images = images
         self._moves = moves
         self._forward = forward
         self._paged = paged
@@ -48,7 +52,9 @@ class VllmProbe(AssembledPrompt):
         # If vLLM had too few blocks to lend, or was not asked to, fewer tokens of the question can be probed, or
         # none.
         room = len(self._blocks[0]) * forward.kv.block_sizes[0]
-        self.asked = Span(self.asked.start, max(self.asked.start, min(self.asked.end, room)))
+        # Images in the question are left to vLLM, so only the text before them is probed.
+        text = self.asked.start + first_stand_in(prompt.tokens_of(self.asked))
+        self.asked = Span(self.asked.start, max(self.asked.start, min(self.asked.end, room, text)))
 
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
         assert self.asked
@@ -98,6 +104,12 @@ class VllmProbe(AssembledPrompt):
         self.computed_layer = layer
         return layer
 
+    @property
+    def keeps_fresh(self) -> bool:
+        """Whether the KV of tokens that no entry provides is what was computed for them before the choice, in all
+        layers."""
+        return self.computed_layer is None
+
     def first_changed(self, recomputed: np.ndarray) -> int:
         """The first position whose KV is no longer that from before the choice, if the positions ``recomputed``
         (ascending) were chosen."""
@@ -110,4 +122,4 @@ class VllmProbe(AssembledPrompt):
         return max(self.prompt.chunks[0].start, self._start)
 
     def _run(self, start: int, end: int) -> Run:
-        return Run(self.prompt.token_ids[start:end], start, self._blocks, self._adapter_id)
+        return Run(self.prompt.token_ids[start:end], start, self._blocks, self._adapter_id, self._images)

@@ -12,6 +12,7 @@ from kvmosaic.core.window import WHOLE, WindowTails
 from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.identity import model_name
 from kvmosaic.engines.self_test import OFF
+from kvmosaic.engines.vllm.compat.images import ImageModel
 from kvmosaic.engines.vllm.compat.weights import loaded_model
 from kvmosaic.engines.vllm.forward.ascend_metadata import AscendMetadataBuilder
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
@@ -35,6 +36,7 @@ from kvmosaic.engines.vllm.worker_side.bringer import Bringer
 from kvmosaic.engines.vllm.worker_side.documents import StoredDocuments
 from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
+from kvmosaic.engines.vllm.worker_side.images import LoadImages
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
 from kvmosaic.engines.vllm.worker_side.names import EntryNames, identity
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
@@ -75,8 +77,10 @@ class WorkerSide:
             self._arrivals = LayerArrivals(caches.layers)
         if caches is not None and self.ranks.stages == 1:  # stages may differ in what they support
             tiles = TileAttention.measure(kv, metadata, self.ranks, self._model.max_model_len)
+        model = ImageModel(runner) if setup.shape.reads_images else None
+        images = LoadImages(model)
         self.forward = SparseForward(
-            vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles
+            vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles, images=model
         )
         self.rotary = measure_rotary(self.forward, runner.model)
         """Rotation of the keys of each layer."""
@@ -98,12 +102,12 @@ class WorkerSide:
         if setup.learned is not None:  # before the store is opened: the sink may be another model's
             sink = sink_entry(setup.learned, self._model, self.forward, self.ranks, kv_format)
         self.cache = self._open_cache(device_pool, kv_format)
-        self.blender = Blender(self.forward, self.paged, self.ranks, self.timer)
+        self.blender = Blender(self.forward, self.paged, self.ranks, self.timer, images)
         self.fetcher = ChunkFetcher(self.cache.store)
         self.documents = StoredDocuments(self.cache, self.fetcher)
         self.adapters = LoadedAdapters(runner, self.ranks)
         self._filler = ChunkFiller(
-            self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, self.adapters, sink
+            self.cache, self.paged, setup.shape, self.ranks, self.timer, self.stats, self.adapters, images, sink
         )
         bringer = Bringer(
             self.cache,
@@ -111,6 +115,7 @@ class WorkerSide:
             self.paged,
             self._filler,
             kv.block_sizes,
+            images,
             ranks=self.ranks,
             timer=self.timer,
             stats=self.stats,
@@ -122,6 +127,7 @@ class WorkerSide:
             bringer,
             self.blender,
             self.adapters,
+            images,
             timer=self.timer,
             stats=self.stats,
         )
@@ -147,7 +153,7 @@ class WorkerSide:
         if self.off_reason is not None and self.ranks.rank == 0:
             logger.error(OFF, self.off_reason)
         elif self.ranks.rank == 0:
-            say_what_is_on(self._model, self.names.config, self.cache.store, device_pool, self.paged)
+            say_what_is_on(vllm_config, self.names.config, self.cache.store, device_pool, self.paged)
 
     def step(self, work: StepWork) -> None:
         """Do what the scheduler planned for a step, before the step's own forward."""
@@ -159,7 +165,7 @@ class WorkerSide:
             self._filler.forget()
             self.documents.let_go_of_outdated()
             self._tells_all = True
-        # Work that was planned before the scheduler heard of new weights may rely on KV of the old ones.
+        # Work that was planned before the scheduler knew of new weights may rely on KV of the old ones.
         is_stale = work.weights != self.weights.changes
         is_closed = self.names.tiers == "none"
         if work.empties_memory:

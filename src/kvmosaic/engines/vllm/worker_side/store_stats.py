@@ -1,4 +1,4 @@
-"""What a rank's store did and holds, as metrics."""
+"""Metrics of a rank's store: its events and its contents."""
 
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.store import ChunkStorageManager

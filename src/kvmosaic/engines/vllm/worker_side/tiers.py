@@ -8,6 +8,7 @@ import torch
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.paged.by_kernel import KernelBlocks
+from kvmosaic.engines.vllm.support import images_problem
 from kvmosaic.store import ChunkStorageManager
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -15,14 +16,15 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def say_what_is_on(
-    model: Any,
+    vllm_config: Any,
     config: ChunkCacheConfig,
     store: ChunkStorageManager,
     device_pool: torch.Tensor | None,
     blocks: RequestBlocks,
 ) -> None:
-    """Log for which ``model`` (vLLM's ``ModelConfig``) the cache is on, each tier that is in use and its size, and
-    how entries get into ``blocks``."""
+    """Log for which model the cache is on, each tier that is in use and its size, how entries get into ``blocks``,
+    and what is not reused."""
+    model = vllm_config.model_config
     device_bytes = 0 if device_pool is None else device_pool.nbytes
     budgets = {"device": device_bytes, "host": config.host_memory, "disk": config.disk_budget}
     held = store.held()  # a disk that cannot be used has no tier
@@ -33,3 +35,6 @@ def say_what_is_on(
     logger.info("chunk cache on for %s: %s; chunks placed by %s", model.served_model_name, ", ".join(tiers), writer)
     if config.prefix_blocks and not blocks.can_read:
         logger.warning("prefix_blocks: no prefix is stored, as this attention backend's cache cannot be read")
+    problem = images_problem(vllm_config) if model.is_multimodal_model else None
+    if problem is not None:
+        logger.warning("%s", problem)

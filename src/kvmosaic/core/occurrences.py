@@ -1,0 +1,138 @@
+"""Finds texts in another one: all at once, in linear time."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+WINDOW = 8
+"""Size of the windows that locate candidate positions of a text, in bytes: one 64-bit number."""
+STRIDE = 8
+"""Distance of the windows that are compared, in bytes. Of as many consecutive windows of a text that is searched for,
+one is compared wherever the text stands."""
+TRIED = 9
+"""Number of places that are tried in a text whose middle is not rare. Its anchor is the rarest."""
+RARE = 4
+"""Maximum number of windows that a rare place has."""
+MAX_WORK = 8
+"""Comparison budget, per byte of both texts."""
+COMPARISON = 64
+"""Number of bytes that are compared first, and the cost of that comparison."""
+
+_BITS = 16
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Needle:
+    """A text that is searched for."""
+
+    __slots__ = ("bytes", "head", "work")
+
+    def __init__(self, text: str) -> None:
+        self.bytes = text.encode(errors="surrogatepass")
+        self.head = self.bytes[:COMPARISON]
+        self.work = 0
+        """Remaining comparison budget."""
+
+
+def occurrences(text: bytes, needles: Sequence[Needle], size: int) -> list[tuple[int, Needle]]:
+    """Occurrences of ``needles`` in ``text``, with their byte offsets. Needles of fewer than :data:`WINDOW` bytes are
+    not found. ``size``: number of bytes that ``text`` counts as. If ``text`` resembles a needle almost everywhere,
+    the search for that needle stops early."""
+    needles = [needle for needle in needles if WINDOW <= len(needle.bytes) <= len(text)]
+    least = WINDOW + STRIDE - 1
+    places = []
+    for stride, some in (
+        (STRIDE, [needle for needle in needles if len(needle.bytes) >= least]),
+        (1, [needle for needle in needles if len(needle.bytes) < least]),
+    ):
+        for needle in some:
+            needle.work = MAX_WORK * (size // len(needles) + len(needle.bytes))
+        if some:
+            places += _find(text, some, size, stride)
+    return places
+
+
+def _find(text: bytes, needles: Sequence[Needle], size: int, stride: int) -> list[tuple[int, Needle]]:
+    """Occurrences of ``needles``. Compares every ``stride``-th window of ``text`` with ``stride`` consecutive windows
+    of each needle, one of which is among those of the text."""
+    windows = _windows(text)[::stride]
+    slots = _slots(windows)
+    anchors = _Anchors(needles, stride)
+    candidates = anchors.candidates(slots)
+    if len(candidates) > RARE * len(needles) + len(slots) // 64:
+        anchors.move_to_rare_places(np.bincount(slots, minlength=1 << _BITS))
+        candidates = anchors.candidates(slots)[:size]
+    wanted = windows[candidates]
+    values, owners, offsets = anchors.ascending()
+    ranges = values.searchsorted(wanted), values.searchsorted(wanted, side="right")
+    found = []
+    alike: dict[int, list[tuple[Needle, int]]] = {}
+    """By the first of equal windows of anchors: needles with such a window, and its offset in each."""
+    for place, first, last in zip((candidates * stride).tolist(), *(part.tolist() for part in ranges), strict=True):
+        if first == last:
+            continue
+        if first not in alike:
+            alike[first] = [(needles[owners[index]], offsets[index]) for index in range(first, last)]
+        is_over = False
+        for needle, offset in alike[first]:
+            at = place - offset
+            needle.work -= COMPARISON
+            if at >= 0 and text.startswith(needle.head, at):
+                needle.work -= len(needle.bytes)
+                if text.startswith(needle.bytes, at):
+                    found.append((at, needle))
+            is_over |= needle.work < 0
+        if is_over:
+            alike[first] = [each for each in alike[first] if each[0].work >= 0]
+    return found
+
+
+class _Anchors:
+    """A place in each needle, of ``stride`` consecutive windows. It is in the middle, until it is moved."""
+
+    def __init__(self, needles: Sequence[Needle], stride: int) -> None:
+        self._stride = stride
+        self._steps = np.arange(stride)
+        sizes = np.fromiter((len(needle.bytes) for needle in needles), np.int64, len(needles))
+        self._starts = sizes.cumsum() - sizes
+        self._room = sizes - (WINDOW + stride - 1)
+        self._windows = _windows(b"".join([needle.bytes for needle in needles]))
+        self._owners = np.arange(len(needles))
+        self._places = self._room // 2
+        self._anchors = self._windows[(self._starts + self._places)[:, None] + self._steps]
+
+    def candidates(self, slots: np.ndarray) -> np.ndarray:
+        """Indices of the windows that may be in an anchor, by their ``slots``."""
+        is_wanted = np.zeros(1 << _BITS, dtype=bool)
+        is_wanted[_slots(self._anchors)] = True
+        return np.flatnonzero(is_wanted.take(slots))
+
+    def move_to_rare_places(self, counts: np.ndarray) -> None:
+        """Move the anchors that are not rare. ``counts``: number of the windows that are compared, in each slot. A
+        needle is left out if a place of it does not occur."""
+        found = counts[_slots(self._anchors)].sum(axis=1)
+        common = np.flatnonzero(found > RARE)
+        # Places evenly spread from the beginning of each needle to its end.
+        tried = self._room[common, None] * np.arange(TRIED) // (TRIED - 1)
+        windows = self._windows[(self._starts[common, None] + tried)[:, :, None] + self._steps]
+        totals = counts[_slots(windows)].sum(axis=2)
+        best = np.arange(len(common)), totals.argmin(axis=1)
+        self._places[common], self._anchors[common], found[common] = tried[best], windows[best], totals[best]
+        self._owners = np.flatnonzero(found)
+        self._places, self._anchors = self._places[self._owners], self._anchors[self._owners]
+
+    def ascending(self) -> tuple[np.ndarray, list[int], list[int]]:
+        """The windows of all anchors, and for each the index of its needle and its offset there."""
+        windows = self._anchors.ravel()
+        order = windows.argsort()
+        rows = order // self._stride
+        return windows[order], self._owners[rows].tolist(), (self._places[rows] + order % self._stride).tolist()
+
+
+def _windows(text: bytes) -> np.ndarray:
+    """The window that begins at each byte of a text, as a number."""
+    return np.ndarray((len(text) - WINDOW + 1,), "<u8", text, strides=(1,))
+
+
+def _slots(windows: np.ndarray) -> np.ndarray:
+    return ((windows * _SPREAD) >> np.uint64(64 - _BITS)).view(np.int64)
