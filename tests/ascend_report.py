@@ -1,7 +1,7 @@
 """``python -m tests.ascend_report MODEL``: whether the chunk cache is exact on an Ascend NPU, and how fast. Prints a
 report to send back, which is also written to ``ascend-report.txt``.
 
-Nothing of kvmosaic was ever run on an NPU. On other machines the script works as well, which is how it is tested.
+kvmosaic was never run on an NPU. The script also works on other machines, where it is tested.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LENGTHS = (37, 150, 256, 300)
 CASES = ((1.0, "composite"), (0.0, "none"), (0.15, "composite"), (0.15, "kv-deviation(layers=1)"))
 """Ratios and policies that are compared with plain vLLM. Only the first has to be exact."""
 RESULT = "ASCEND-REPORT "
-"""Beginning of lines with results; vLLM writes to the same output."""
+"""Prefix of lines with results; vLLM writes to the same output."""
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def versions() -> Iterator[str]:
 
 
 def ran(command: Sequence[str]) -> str:
-    """The results that a command prints, or the end of its output if it fails."""
+    """Results that a command prints, or the end of its output if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     results = [line.removeprefix(RESULT) for line in done.stdout.splitlines() if line.startswith(RESULT)]
     if done.returncode:
@@ -67,8 +67,8 @@ def ran(command: Sequence[str]) -> str:
 
 
 def exactness(model: str, **settings: Any) -> Iterator[dict[str, Any]]:
-    """What the start-up self-test found, and each case against plain vLLM: the tokens of both, and the difference of
-    their first token's log-probabilities. ``settings`` are vLLM's and the chunk cache's."""
+    """The result of the start-up self-test, and a comparison of each case with plain vLLM: the tokens of both, and
+    the difference of their first token's log-probabilities. ``settings`` are vLLM's and the chunk cache's."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import SamplingParams
 
@@ -116,7 +116,7 @@ def exactness(model: str, **settings: Any) -> Iterator[dict[str, Any]]:
 
 
 def _distance(plain: Any, reused: Any) -> float:
-    """Of the log-probabilities of the first answer token, over the tokens that both list."""
+    """Maximum difference of the log-probabilities of the first answer token, over the tokens that both list."""
     mine, theirs = (output.outputs[0].logprobs[0] for output in (reused, plain))
     return max(
         (abs(mine[token].logprob - theirs[token].logprob) for token in mine.keys() & theirs.keys()), default=99

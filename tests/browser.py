@@ -1,4 +1,4 @@
-"""Chromium without a window, spoken to over a pipe (the Chrome DevTools Protocol): no package is needed for it."""
+"""Headless Chromium, controlled over a pipe (the Chrome DevTools Protocol), which needs no package."""
 
 import base64
 import json
@@ -33,7 +33,7 @@ class Browser:
         self._process, self._write, self._read = process, write, read
         self._number, self._buffer = 0, b""
         self.problems: list[str] = []
-        """Errors of scripts, and whatever the content security policy refused."""
+        """Errors of scripts, and violations of the content security policy."""
         page = self._ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -54,7 +54,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """The value of an expression as soon as it counts as true."""
+        """The value of an expression, once it is truthy."""
         deadline = time.monotonic() + SECONDS
         while not (value := self.value(expression)):
             assert time.monotonic() < deadline, f"{expression} did not become true; {self.problems}"

@@ -1,4 +1,4 @@
-"""Shared fixtures: the real small model and its tokenizer; seeds; how much Hypothesis tries."""
+"""Shared fixtures: the small real model and its tokenizer, seeds, and the number of Hypothesis' examples."""
 
 import logging
 import os
@@ -10,10 +10,10 @@ import torch
 from hypothesis import settings
 
 if not torch.cuda.is_available() and find_spec("vllm") is None:
-    # Our kernels run in Triton's interpreter, which has to be known before anything imports Triton; vLLM's must not.
+    # Our kernels run in Triton's interpreter, which has to be set before Triton is imported; vLLM's kernels must not.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Tests speak of reuse without recomputing unless they choose a ratio.
+# Tests reuse chunks without recomputing unless they choose a ratio.
 os.environ.setdefault("KVMOSAIC_RECOMPUTE_RATIO", "0")
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -22,13 +22,13 @@ from kvmosaic.models import resolve
 from tests import seeds
 from tests.examples import EXAMPLES
 
-settings.register_profile("kvmosaic", max_examples=EXAMPLES, deadline=None)  # a busy machine keeps no deadline
+settings.register_profile("kvmosaic", max_examples=EXAMPLES, deadline=None)  # a busy machine would miss any deadline
 settings.load_profile("kvmosaic")
 
 
 @pytest.fixture
 def default_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings as users have them who set nothing."""
+    """The default settings of users."""
     monkeypatch.delenv("KVMOSAIC_RECOMPUTE_RATIO", raising=False)
 
 
@@ -37,19 +37,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(seeds.SESSION)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with long tests first. The last files are then quick, so no core waits long for another."""
+    late = {item.path for item in items} - {
+        item.path for item in items if item.get_closest_marker("engine") or item.get_closest_marker("slow")
+    }
+    items.sort(key=lambda item: item.path in late)
+
+
 def pytest_report_header() -> str:
     return f"seed: {seeds.VARIABLE}={seeds.SESSION}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Again below a failure: the header may be far above, and `-q` leaves it out."""
+    """Repeat the seed after a failure: the header may be far above, and `-q` leaves it out."""
     if terminalreporter.stats.keys() & {"failed", "error"}:
         terminalreporter.write_line(f"to draw the same numbers again: {pytest_report_header().partition(' ')[2]}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """By the test's own name: neither order nor process matters."""
+    """Seed by the test's own name, so that order and process do not matter."""
     seeds.seed_all(item.nodeid)
 
 
@@ -57,7 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
-    """What several tests share may not depend on which of them comes first."""
+    """Shared fixtures must not depend on the test that comes first."""
     if fixturedef.scope == "function":
         return (yield)
     with seeds.seeded(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param', '')}"):
@@ -66,7 +74,7 @@ def pytest_fixture_setup(
 
 @pytest.fixture(scope="session", autouse=True)
 def no_profiles(tmp_path_factory):
-    """The profiles of whoever runs the tests must not change what engines do; also in processes that tests start."""
+    """The user's own profiles must not change engines, in this process or in those that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path_factory.mktemp("profiles")))
         yield
@@ -74,7 +82,7 @@ def no_profiles(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_log_levels():
-    """Commands that run in this process set log levels for the rest of it, and tests behind them read the log."""
+    """Commands that run in this process set log levels for all of it, and later tests read the log."""
     yield
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("kvmosaic") and isinstance(logger, logging.Logger):
@@ -98,7 +106,8 @@ def smollm2(smollm2_folder):
 
 @pytest.fixture(scope="session")
 def narrow(smollm2_folder):
-    """SmolLM2's depth, vocabulary and positions, but narrow, with random weights: where language proves nothing."""
+    """A narrow model with SmolLM2's depth, vocabulary and positions, and random weights, for tests that need no
+    language."""
     config = AutoConfig.from_pretrained(smollm2_folder)
     config.update(
         {
@@ -116,7 +125,7 @@ def narrow(smollm2_folder):
 
 @pytest.fixture(scope="session")
 def narrow_folder(narrow, tokenizer, tmp_path_factory):
-    """The same, for commands that load a model."""
+    """The narrow model as a folder, for commands that load a model."""
     folder = tmp_path_factory.mktemp("models") / "narrow"
     narrow.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Entries, as tests look at them."""
+"""Access to entries for tests."""
 
 import torch
 

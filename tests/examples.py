@@ -1,4 +1,4 @@
-"""How many examples Hypothesis tries: a share of them by default, all of them in `make test-all`."""
+"""Number of examples that Hypothesis tries: a share by default, all of them in `make test-all`."""
 
 import os
 
@@ -6,7 +6,7 @@ ALL = os.environ.get("KVMOSAIC_TEST_EXAMPLES") == "all"
 
 
 def examples(most: int, few: int | None = None) -> int:
-    """``most`` where time does not matter, else ``few`` or a third; they are others in every run."""
+    """``most`` examples if time does not matter, otherwise ``few`` or a third of them. Every run draws new ones."""
     return most if ALL else few or max(most // 3, min(most, 10))
 
 

@@ -26,7 +26,7 @@ _PRODUCTS = frozenset(
 
 @contextmanager
 def fast_products() -> Iterator[None]:
-    """Torch's products of half-precision matrices at a bearable speed, also on CPUs without instructions for them."""
+    """Faster products of half-precision matrices in torch, on CPUs without instructions for them."""
     if IS_NATIVE:
         yield
         return
@@ -56,7 +56,7 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pretend_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, features: str) -> None:
-    """Make this an ARM machine whose CPU has these features."""
+    """Pretend that this is an ARM machine whose CPU has these features."""
     cpuinfo = folder / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\nFeatures\t: {features}\n\nprocessor\t: 1\nFeatures\t: {features}\n")
     monkeypatch.setattr(precision, "_CPUINFO", cpuinfo)

@@ -1,4 +1,4 @@
-"""What tests need beside the package: where it is missing they are skipped, and in CI they fail."""
+"""Requirements of tests besides the package: without them tests are skipped, or fail in CI."""
 
 import os
 import sys
@@ -9,14 +9,14 @@ import pytest
 
 
 def missing(reason: str, advice: str = "`make servers` installs it") -> NoReturn:
-    """Skip, or fail where everything is required."""
+    """Skip the test, or fail if everything is required."""
     if os.environ.get("KVMOSAIC_REQUIRE_SERVERS") == "1":
         pytest.fail(f"{reason}; KVMOSAIC_REQUIRE_SERVERS=1 wants it")
     pytest.skip(f"{reason}; {advice}", allow_module_level=True)
 
 
 def need_triton() -> None:
-    """For modules that import kernels; Triton exists for Linux alone."""
+    """Skip modules that import kernels if Triton is missing. It exists for Linux only."""
     if find_spec("triton") is None:
         if sys.platform == "linux":
             missing("there is no package triton", "the extra `dev` installs it")

@@ -1,4 +1,5 @@
-"""One seed for all that tests draw at random: printed, settable, and the same in any order and any process."""
+"""One seed for everything that tests draw at random. It is printed, can be set, and is the same in any order and any
+process."""
 
 import os
 import random
@@ -11,11 +12,12 @@ import torch
 
 VARIABLE = "KVMOSAIC_TEST_SEED"
 SESSION = int(os.environ.setdefault(VARIABLE, str(random.SystemRandom().randrange(2**31))))
-"""In the environment, so that pytest's workers, which are processes of their own, have the same."""
+"""The session's seed. It is in the environment, so that pytest's workers, which are separate processes, have the
+same."""
 
 
 def seed_of(name: str) -> int:
-    """What the session's seed says for a test or a fixture of this name."""
+    """Seed of a test or a fixture of this name, derived from the session's seed."""
     return zlib.crc32(f"{SESSION} {name}".encode())
 
 
@@ -29,7 +31,7 @@ def seed_all(name: str) -> None:
 
 @contextmanager
 def seeded(name: str) -> Iterator[None]:
-    """Seed the generators for what is inside, and put them back behind it."""
+    """Seed the generators inside the block, and restore them after it."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed_all(name)
     try:

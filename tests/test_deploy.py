@@ -1,4 +1,4 @@
-"""Files for deployment: linters accept them, and their settings and options exist."""
+"""Deployment files: linters accept them, and their settings and options exist."""
 
 import shlex
 import subprocess
@@ -21,7 +21,7 @@ YAML_RULES = (
 
 
 def said_by(command: str, *paths: Path) -> str:
-    """What a linter says, which is in this environment's scripts."""
+    """Output of a linter, which is among this environment's scripts."""
     program, *options = shlex.split(command)
     done = subprocess.run(
         [Path(sys.executable).parent / program, *options, *paths], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""What tests measure in a process of its own."""
+"""A measurement for tests, run in a separate process."""
 
 import os
 

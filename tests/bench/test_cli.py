@@ -13,6 +13,7 @@ from kvmosaic.core.errors import ConfigError
         (("throughput", "--rates", "0"), "--rates 0: must be positive numbers"),
         (("throughput", "--rates", "2,nan"), "--rates 2,nan: must be positive numbers"),
         (("throughput", "--per-query", "201"), "201 documents per query: there are only 200"),
+        (("throughput", "--new-per-query", "15"), "15 new documents per query: a query has only 14"),
         (("throughput", "--plot", "plot.png"), "plots are SVG"),
         (("sustained", "--plot", "nowhere/plot.svg"), "there is no directory nowhere"),
         (("sustained", "--queries", "60"), "at least two batches"),

@@ -1,4 +1,4 @@
-"""The figure of the README is what the command makes of the measured numbers."""
+"""The README's figure is the one that the command draws from the measured numbers."""
 
 import json
 import re

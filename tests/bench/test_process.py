@@ -1,4 +1,4 @@
-"""Measurements in processes of their own."""
+"""Measurements in separate processes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Made-up traffic: what it promises, for any size and seed."""
+"""Made-up traffic has the promised properties, for any size and seed."""
 
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ def corpora(draw):
 
 
 def trace(corpus, rate):
-    """Everything a benchmark draws."""
+    """All random choices of a benchmark."""
     chance = corpus.rng("trace")
     times = arrivals(rate, 2.0, chance)
     texts, system = corpus.texts(), corpus.system()

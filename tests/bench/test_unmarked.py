@@ -1,4 +1,4 @@
-"""Made-up traffic without marks: what it promises, and what is measured of it."""
+"""Made-up traffic without marks has the promised properties, and its measurement is right."""
 
 import random
 from itertools import islice, pairwise
@@ -41,6 +41,6 @@ def test_what_is_measured():
     size = len(document) + 22
     assert (row["prompts"], row["tokens"]) == (4, 4 * size)
     assert row["behind_prefix"] == 3 * size + (size - (size - 1) // 16 * 16)  # the last one was sent before
-    # That of the third; of the last one a part is cached.
+    # The third one's; a part of the last one is cached.
     assert row["seen_twice"] == pytest.approx(len(document) / row["behind_prefix"], abs=1e-3)
-    assert 0.2 < row["found"] <= row["seen_twice"] + 0.02  # a run may hold a token of what is around a document
+    assert 0.2 < row["found"] <= row["seen_twice"] + 0.02  # a run may contain a token of the text around a document

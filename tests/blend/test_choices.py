@@ -1,4 +1,4 @@
-"""How policies spend what they may spend, on random prompts and scores."""
+"""How policies spend their budget, on random prompts and scores."""
 
 import pytest
 import torch
@@ -66,13 +66,13 @@ def test_a_choice_is_chunk_tokens_in_order_within_the_ratio(prompt, spec, ratio)
     spent = selection.layer_tokens(prompt.num_layers)
     allowed = ratio * prompt.num_layers * prompt.chunk_tokens
     assert spent + prompt.charged <= max(allowed, prompt.charged) + 1e-6
-    assert prompt.charged <= allowed + 1e-6  # nobody asks when asking costs more than there is to spend
+    assert prompt.charged <= allowed + 1e-6  # no probe if it costs more than the budget
     if spec in ("random", "sink-link", "composite"):
-        assert allowed - prompt.charged - spent < prompt.num_layers  # all of it is spent
+        assert allowed - prompt.charged - spent < prompt.num_layers  # the whole budget is spent
 
 
 class Astray(Policy):
-    """Picks one token wherever it is told to."""
+    """Picks one token, at a given position."""
 
     name = "astray"
 

@@ -70,13 +70,13 @@ def test_what_is_charged_stays_within_the_ratio(llm, prompt, spec, ratio):
 
 
 def test_a_shrinking_set_leaves_reused_kv_behind_its_checks(llm, prompt):
-    """Fewer rows are new from check to check, and the same ones every time."""
+    """From check to check fewer rows are new, and they are the same rows every time."""
     spec = "kv-deviation(part=v, layers=1+8+16)"
     once, twice = (assembled(llm, prompt, spec, 0.6) for _ in range(2))
     assert torch.equal(once.logits, twice.logits)
     with llm.engine.session():
         untouched = llm.assemble(prompt, 0.0)
-    changed = (once.kv.k != untouched.kv.k).any(-1).any(1).sum(1)  # [layers]: rows that are not the reused ones
+    changed = (once.kv.k != untouched.kv.k).any(-1).any(1).sum(1)  # [layers]: rows that differ from the reused ones
     fresh = len(list(prompt.fresh_positions()))
     counts = [int(count) - fresh for count in changed]
     assert 0 < counts[20] < counts[10] < counts[4]

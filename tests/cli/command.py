@@ -1,4 +1,5 @@
-"""The command line in this process: starting one costs seconds of imports, of which most tests learn nothing."""
+"""Runs the command line in this process. A process of its own would spend seconds on imports, which most tests do not
+need."""
 
 import io
 import os
@@ -12,7 +13,7 @@ from kvmosaic.cli.main import main
 
 
 def run_here(*arguments: object, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    """What a process of the command would return; it leaves the environment as it was."""
+    """Output and exit status, as a process of the command would return them. The environment is restored."""
     command = ["kvmosaic", *map(str, arguments)]
     with (
         mock.patch.object(sys, "argv", command),

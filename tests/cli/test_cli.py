@@ -1,4 +1,4 @@
-"""The command line: as a user runs it, in a process of its own, and in this one where that shows the same."""
+"""The command line, run in a separate process as users run it, or in this process where that shows the same."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def kvmosaic(*arguments, check=0, **kwargs):
 
 
 def kvmosaic_here(*arguments, check=0, stdin=""):
-    """The same in this process, which is quicker by seconds."""
+    """Run the command in this process, which is seconds faster."""
     return result_of(run_here(*arguments, stdin=stdin), arguments, check)
 
 
@@ -44,7 +44,7 @@ def result_of(done, arguments, check):
 
 
 NARROW = object()
-"""Stands for the folder of a model that loads quickly, which only a fixture knows."""
+"""Placeholder for the folder of a model that loads quickly. Only a fixture knows the folder."""
 
 
 @pytest.fixture
@@ -179,7 +179,8 @@ def test_store_verify_sets_damaged_files_aside(stored):
 
 @pytest.mark.slow
 def test_bench_lookup_is_flat():
-    """A factor of a thousand in entries must not show; the bound is loose because machines are noisy."""
+    """A thousand times as many entries must not make a lookup slower. The bound is loose because machines are
+    noisy."""
     assert kvmosaic_here("bench", "lookup", "--json")["ratio_1e5_over_1e2"] < 10
 
 

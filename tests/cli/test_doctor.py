@@ -1,4 +1,4 @@
-"""``kvmosaic doctor``: as a user runs it, and in this process where a machine must be made up."""
+"""``kvmosaic doctor``: run as users run it, and in this process where a made-up machine is needed."""
 
 import json
 import os
@@ -33,7 +33,7 @@ LLAMA = {
 
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch):
-    """Neither the caller's settings nor what the command sets for its own process reach other tests."""
+    """The caller's settings, and those that the command makes for its own process, do not reach other tests."""
     for name in [name for name in os.environ if name.startswith("KVMOSAIC_") and name != "KVMOSAIC_MODELS_DIR"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "0"))
@@ -41,13 +41,13 @@ def undisturbed(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def same_cpu(monkeypatch, tmp_path_factory):
-    """Rows that this process makes are those of a CPU with bfloat16, whichever CPU it is."""
+    """Rows made in this process are those of a CPU with bfloat16 instructions, whatever CPU the machine has."""
     pretend_cpu(monkeypatch, tmp_path_factory.mktemp("cpu"), "fp asimd bf16")
 
 
 @pytest.fixture
 def no_vllm(monkeypatch):
-    """The rows of this file are those of a machine without vLLM, also where it is installed."""
+    """Rows are those of a machine without vLLM, even if vLLM is installed."""
     real = machine.find_spec
     for module in (machine, model):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == "vllm" else real(name))
@@ -61,7 +61,7 @@ def folder(path, **changes):
 
 
 def rows_of(*arguments, status=0):
-    """Run the command here; its rows by name, as (verdict, found, advice)."""
+    """Rows of the command, run in this process, by name: (verdict, found, advice)."""
     done = CliRunner().invoke(app, ["doctor", *map(str, arguments), "--json"], catch_exceptions=False)
     assert done.exit_code == status, done.output
     result = json.loads(done.stdout.splitlines()[-1])
@@ -75,6 +75,7 @@ def run(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
 
 
+@pytest.mark.slow
 def test_one_screen_for_a_real_model(smollm2_folder):
     done = run("smollm2-135m")
     assert done.returncode == 0, done.stderr
@@ -132,7 +133,7 @@ def test_vllm_with_its_plugin_for_npus(monkeypatch):
 
 
 def test_an_npu(monkeypatch, tmp_path_factory):
-    """No NPU here: torch is made to report one, as it does once torch_npu is there."""
+    """There is no NPU here, so torch is made to report one, as it does with torch_npu."""
     import torch
 
     pretend_cpu(monkeypatch, tmp_path_factory.mktemp("other-cpu"), "fp asimd")  # which does not matter
@@ -256,7 +257,7 @@ def test_a_quota_counts_what_the_tenant_has(monkeypatch, tmp_path):
 
 
 def test_a_gpu(monkeypatch, tmp_path, no_vllm):
-    """No GPU here: torch is made to report one."""
+    """There is no GPU here, so torch is made to report one."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -416,7 +417,7 @@ def test_a_model_that_brings_its_own_code_is_not_run(tmp_path, no_vllm):
 
 
 def test_models_that_are_not_here(monkeypatch, tmp_path):
-    """Nothing is downloaded, and a name that is no name is an error."""
+    """Nothing is downloaded, and an invalid name is an error."""
     monkeypatch.setenv("KVMOSAIC_MODELS_DIR", str(tmp_path))
     assert rows_of("smollm2-135m")["model"][0] == "warn"
     assert "models pull smollm2-135m" in rows_of("smollm2-135m")["model"][2]

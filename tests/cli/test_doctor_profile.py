@@ -1,4 +1,4 @@
-"""``kvmosaic doctor``: what it says of the profile that calibration left for a model."""
+"""``kvmosaic doctor``: its row about a model's profile."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_there_is_no_profile(smollm2_folder, monkeypatch, tmp_path):
 
 @pytest.fixture
 def calibrated(smollm2_folder, monkeypatch, tmp_path):
-    """Writes a profile for SmolLM2 that names this policy; its path."""
+    """Write a profile for SmolLM2 with this policy. Returns its path."""
     monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path))
 
     def write(policy):

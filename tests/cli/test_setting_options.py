@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("default_ratio")
 
 SERVE = typer.main.get_command(app).commands["serve"]
 REFUSED = "chunk_admin_key"
-"""Option that only exists to say where that secret belongs."""
+"""Option that only exists to say where its secret has to be set."""
 GIVEN = {
     "enable_chunk_cache": ("--enable-chunk-cache", True),
     "chunk_separator": ("--chunk-separator= # # ", " # # "),
@@ -45,7 +45,7 @@ GIVEN = {
     "remote_layers": ("--remote-layers=8", 8),
     "tenant": ("--tenant=team", "team"),
 }
-"""For each setting an option, and the value that it has to have then; none of them a default."""
+"""An option for each setting, and the value that the setting then has, which is never its default."""
 
 
 def test_serve_offers_exactly_the_settings():
@@ -113,7 +113,7 @@ def test_a_mistake_is_one_line(options, message):
 
 
 def test_the_usage_table_has_all_settings_and_their_defaults():
-    """Its texts say more than the class; its names and defaults have to be those of the class."""
+    """The table explains more than the class does, but its names and defaults must be those of the class."""
     lines = (Path(__file__).parents[2] / "docs" / "usage.md").read_text().splitlines()
     start = lines.index("| setting | default | meaning |")
     rows = [line.split(" | ") for line in lines[start + 2 : lines.index("", start)]]

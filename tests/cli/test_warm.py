@@ -1,4 +1,4 @@
-"""``kvmosaic store warm`` with the embedded engine, and what it refuses."""
+"""``kvmosaic store warm`` with the embedded engine, and the arguments that it refuses."""
 
 import json
 import re

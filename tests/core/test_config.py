@@ -173,7 +173,7 @@ def test_what_is_taken_for_documents(monkeypatch, tmp_path, value, variable, yam
 
 
 def test_what_the_server_adds_is_allowed():
-    assert load_config(client_parameters="none").allowed_parameters == {"documents", "question"}
+    assert load_config(client_parameters="none").allowed_parameters == {"documents", "question", "seams"}
     for sources in ("auto", "none"):
         alone = {"client_parameters": "none", "chunk_sources": sources}
         assert load_config(**alone).allowed_parameters == set()

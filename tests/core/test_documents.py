@@ -1,4 +1,4 @@
-"""Named documents: found in any prompt, as the same tokens, and nowhere else."""
+"""Named documents are found in any prompt where they occur, always as the same tokens."""
 
 import json
 import random
@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvmosaic.core.documents import find_documents
 from kvmosaic.core.parser import ChunkTokenParser
+from kvmosaic.core.sources import find_seams, find_sources
 from kvmosaic.models import resolve
 
 TEXTS = [
@@ -45,7 +46,8 @@ def _byte_level(pattern):
 
 
 def _metaspace(model, prepend):
-    """What SentencePiece does: a space belongs to the word behind it, and a text may begin with one of its own."""
+    """Spaces as SentencePiece treats them: a space belongs to the word behind it, and a text may begin with an added
+    one."""
     is_bpe = model == "bpe"
     backend = Backend(models.BPE(byte_fallback=True) if is_bpe else models.Unigram())
     # SentencePiece makes no pieces of several scripts.
@@ -144,6 +146,65 @@ def test_whatever_is_named_is_found_only_where_it_stands(parser, whole, names, d
         assert any(core in each.encode(errors="surrogatepass") for each in [*sum(written, ()), *normal])
 
 
+@pytest.mark.parametrize("text", [TEXTS[0], "a harbour.", "dash - " * 9])
+def test_a_document_is_found_at_every_offset_and_as_often_as_it_comes(tokenizer, text):
+    parser = ChunkTokenParser(tokenizer, None)
+    whole = "".join(f"{'x' * size}. {text.strip()} " for size in range(20)) + " Why?"
+    prompt = parser.parse_named(whole, [text]).prompt
+    assert [prompt.tokens_of(span) for span in prompt.chunks] == [parser.document_tokens(text)] * 20
+
+
+def test_the_bytes_of_a_prompt_are_those_of_its_tokens_however_long_they_are(tokenizer):
+    parser = ChunkTokenParser(tokenizer, None)
+    sizes = {len(parser._pieces[token]) for token in range(len(tokenizer))}
+    assert {1, 15, 16, 17} < sizes
+    for _ in range(5):
+        tokens = random.choices([*range(len(tokenizer)), -1, 2**40], k=20_000)
+        text = parser._text(tokens)
+        assert text.bytes == b"".join(parser._pieces[token] for token in tokens)
+        assert text.starts[-1] == len(text.bytes)
+
+
+JOINTS = st.sampled_from(["\n", "\n\n", " ", ""])
+
+
+@given(
+    text=st.sampled_from(TEXTS),
+    others=st.lists(st.sampled_from(TEXTS), max_size=3),
+    joint=JOINTS,
+    more=st.sampled_from(["", " And then?", "x"]),
+    lead=st.sampled_from(["", "Read this. ", "Source 1: "]),
+    data=st.data(),
+)
+def test_no_document_continues_in_what_a_user_types_behind_another(tokenizer, text, others, joint, more, lead, data):
+    """The user knows a longer document, and types how it continues."""
+    parser = ChunkTokenParser(tokenizer, None)
+    cut = data.draw(st.integers(1, len(text) - 1))
+    part, typed = text[:cut], f"{text[cut:]}{more}"
+    longer = f"{lead}{part}{joint}{text[cut:]}"
+    documents = [longer, *others] if data.draw(st.booleans()) else [part, longer, *others]
+    body = {"messages": [{"role": "user", "content": [*others, f"{lead}{part}", typed]}]}
+    before = f"{' '.join(others)} {lead}{part}{joint}"
+    prompt = parser.parse_named(f"{before}{typed}", documents, seams=find_seams(body, documents)).prompt
+    starts = parser._text(prompt.token_ids).starts
+    question = len(before.encode()) + len(typed.encode()) - len(typed.lstrip().encode())
+    for span in prompt.chunks:
+        assert not starts[span.start] < question < starts[span.end]
+
+
+@pytest.mark.parametrize("joint", ["\n", ""])
+def test_a_document_stays_the_same_when_a_user_types_how_a_longer_one_continues(parser, joint):
+    part, rest = TEXTS[0], "The captain sells the ferry to the baker, who sails it to Tarn. It never comes back."
+    longer = f"{part}{joint}{rest}"
+    messages = [{"role": "tool", "content": longer}, {"role": "user", "content": [part, f" {rest} Why?"]}]
+    documents = find_sources({"messages": messages}, ["parts", "tools"]).documents
+    whole = f"{longer} Then: {part}{joint} {rest} Why?"
+    found = parser.parse_named(whole, documents, seams=find_seams({"messages": messages}, documents))
+    tokens = [found.prompt.tokens_of(span) for span in found.prompt.chunks]
+    assert tokens == [parser.document_tokens(longer), parser.document_tokens(part)]
+    assert found.absent == ()
+
+
 CATS = "the cat sat on the mat. "
 
 
@@ -163,7 +224,7 @@ def test_a_document_that_comes_twice_is_two_chunks_of_the_same_tokens(tokenizer)
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_quotation_does_not_hide_what_json_writes(tokenizer, is_first):
-    """A tool's result is in JSON, and somebody quotes it as it is."""
+    """A tool's result is in JSON, and a message quotes its plain text."""
     parser, text = ChunkTokenParser(tokenizer), TEXTS[2]
     parts = [json.dumps({"result": text}), f"You said: {text} Why?"]
     whole = "\n\n".join(parts if is_first else parts[::-1])
@@ -207,7 +268,7 @@ def test_half_a_character_is_no_error(parser):
 
 
 def test_documents_of_much_white_space_are_found(tokenizer):
-    """Most of their windows are blanks, which are everywhere."""
+    """Most of their windows are blanks, which occur everywhere."""
     parser = ChunkTokenParser(tokenizer, None)
     indented = json.dumps([{"id": number, "name": f"item {number}"} for number in range(400)], indent=8)
     named = parser.parse_named(f"{indented}\n\n{TEXTS[0]}\n\nWhy?", [indented, TEXTS[0]])
@@ -245,7 +306,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_time_is_linear_whatever_is_named(tokenizer, kind):
-    """Against a search of the same size for texts that are nothing special, in the same process."""
+    """Compared with a search of the same size for ordinary texts, in the same process."""
     text, names = HOSTILE[kind]
     parser = ChunkTokenParser(tokenizer, None)
     size = len(text) + sum(map(len, names))

@@ -55,7 +55,8 @@ def test_matches_needs_tokens_and_context():
 
 
 def test_entries_with_a_long_context_are_compared_by_one_comparison():
-    """Once they have been looked up together; before, each has a context of its own, as it was read."""
+    """This holds once they have been looked up together. Before, each has its own copy of the context, as it was
+    read."""
     compared = 0
 
     class Token(int):

@@ -1,4 +1,4 @@
-"""Rows in 8 bits: how far they may be off, and where their scales are."""
+"""Rows in 8 bits: the bounds of their errors, and the places of their scales."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def rows_with_loud_groups(*shape):
 def test_no_number_is_off_by_more_than_half_a_scale(dtype, size, dim):
     rows = rows_with_loud_groups(7, 5, dim).double()
     rows *= size / rows.abs().max()
-    rows = rows.to(dtype)  # some sizes are too small for some dtypes, and then zeros
+    rows = rows.to(dtype)  # some sizes are too small for some dtypes; they become zeros
     if not rows.isfinite().all():
         pytest.skip("too large for this dtype")
     numbers, scales = quantised(rows)
@@ -69,7 +69,7 @@ def test_each_row_has_a_scale_of_its_own(seed, dim):
 
 @given(st.integers(0, 2**32 - 1), st.integers(65, 300))
 def test_each_group_has_a_scale_of_its_own(seed, dim):
-    """A row of several groups is the same as its groups alone."""
+    """A row of several groups equals its groups, each quantised alone."""
     rows = torch.randn(2, 3, dim, generator=torch.Generator().manual_seed(seed))
     numbers, scales = quantised(rows)
     for group, begin in enumerate(range(0, dim, 64)):
@@ -198,7 +198,7 @@ def test_heads_and_layers_can_be_taken_out(dims):
 
 
 def test_equal_rows_make_equal_bytes():
-    """Also in the places of scales that no token has: checksums are made of them."""
+    """This includes the unused places of scales, because checksums cover them."""
     k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     own = KVFormat(3, 2, 8, 8, torch.float32, is_int8=True)
     assert torch.equal(PackedKV.of(k, v, own).data, PackedKV.of(k.clone(), v.clone(), own).data)
@@ -216,7 +216,7 @@ def test_key_and_format_have_to_agree():
     small = ChunkKV.from_kv(KEY, range(5), [], *torch.randn(2, 2, 3, 5, 8))
     with pytest.raises(ValueError, match="its key says otherwise"):
         ChunkKV(exact.key, small.tokens, (), small.format, small.data)
-    with pytest.raises(ValueError, match="its key says otherwise"):  # one scale for a long row, as was once stored
+    with pytest.raises(ValueError, match="its key says otherwise"):  # one scale for a row, as in earlier releases
         ChunkKV.from_kv(KEY, range(5), [], *torch.randn(2, 2, 3, 5, 128))
     with pytest.raises(ValueError, match="its key says otherwise"):
         ChunkKV.from_kv(WIDE_KEY, range(5), [], *torch.randn(2, 2, 3, 5, 64))

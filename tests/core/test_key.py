@@ -1,4 +1,4 @@
-"""Keys and fingerprints: what is equal, what is not."""
+"""Keys and fingerprints: which are equal, and which differ."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The isolation rules, from the table of who sees whom."""
+"""The isolation rules, from the table of which token sees which."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The parser: separators found in token ids, whatever they merged with."""
+"""The parser finds separators in token ids, whatever they merged with."""
 
 import itertools
 import logging
@@ -213,7 +213,7 @@ def test_a_token_that_is_none_stands_for_no_text(tokenizer, token):
     assert TokenBytes(tokenizer)[token] == b""
 
 
-# --- separators that nobody can guess
+# --- unguessable separators
 
 
 def test_random_separators(tokenizer):

@@ -1,4 +1,4 @@
-"""Profiles: found by a model's name, below everything else in precedence, one line when broken."""
+"""Profiles are found by a model's name, have the lowest precedence, and cause one line when they are broken."""
 
 import pytest
 
@@ -125,7 +125,7 @@ def test_it_is_for_the_chunk_cache_only(written):
 
 
 def test_a_complete_configuration_is_taken_as_it_is(written):
-    """What a front end hands to the connector has been through all this already."""
+    """The settings that a front end passes to the connector include the profile already."""
     complete = load_config(**ON).model_dump(mode="json")
     assert chosen(load_config("some-model", **complete)) == chosen(load_config())
     written.write_text("broken")
@@ -175,6 +175,6 @@ def test_an_error_about_the_policy_says_which_profile_it_is_from(written):
     assert "unknown policy 'best'" in str(blamed)
     assert str(written) in str(blamed)
     assert "\n" not in str(blamed)
-    # Whoever names the policy knows where it is from.
+    # Users who name the policy themselves know where it is from.
     assert load_config("some-model", policy="best", **ON).blame(error) is error
     assert load_config(**ON).blame(error) is error

@@ -77,7 +77,7 @@ def test_half_precision_rows_and_rounded_tables(dtype):
     old, new = range(5, 25), range(4000, 4020)
     exact_table = table(old, 32, 1.0, dtype), table(new, 32, 1.0, dtype)
 
-    # What the model itself would have made there, with its own rounded table.
+    # The keys that the model itself would compute there, with its own rounded table.
     def by_table(rows, at):
         first, second = rows[..., :32], rows[..., 32:]
         return torch.cat([first * at.cos - second * at.sin, second * at.cos + first * at.sin], -1)

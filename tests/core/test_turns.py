@@ -59,7 +59,7 @@ def test_a_document_with_a_role_marker_in_it_is_ordinary_text(tokenizer):
 
 
 def test_a_question_in_another_message_belongs_to_the_turn(tokenizer):
-    """Else two questions about the same documents would share what one of them had chosen."""
+    """Otherwise two questions about the same documents would share the choice of one of them."""
     parser = ChunkTokenParser(tokenizer, SEPARATOR)
     documents = SEPARATOR.join(["Read this.", "A document.", "Another one.", ""])
     for content in (documents, f"{documents}\n"):
@@ -76,7 +76,7 @@ def test_a_question_in_another_message_belongs_to_the_turn(tokenizer):
 
 @pytest.fixture
 def odd_tokenizer():
-    """Its role markers are not called special, its token for unknown text is."""
+    """Its role markers are not marked as special, but its token for unknown text is."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

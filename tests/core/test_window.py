@@ -1,4 +1,4 @@
-"""Which blocks of sliding-window layers are stored, against what tokens can really see."""
+"""Which blocks of sliding-window layers are stored, compared with the tokens that later ones can really see."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +14,12 @@ def test_the_mask_has_exactly_the_blocks_that_a_later_token_sees(tokens, block, 
     boundaries = range(segment, tokens + 1, segment)
     seen = set()
     for boundary in boundaries:
-        # The first token behind the boundary looks back farthest; whoever starts blocks earlier, farther still.
-        # What it sees of earlier segments is theirs to keep.
+        # The first token behind the boundary looks back farthest, or the first one that is computed blocks before it.
+        # The part that it sees of earlier segments is kept by those.
         first = max(boundary - segment, boundary - (window - 1) - extra * block)
         seen.update(position // block for position in range(first, boundary))
     assert {index for index, stored in enumerate(mask) if stored} >= seen
-    # No block more than rounding up to whole blocks asks for.
+    # No more blocks than rounding up to whole blocks requires.
     per_segment = min(blocks, -(-(window - 1) // block) + extra)
     assert sum(mask) == len(boundaries) * per_segment
 

@@ -39,7 +39,7 @@ COMMANDS = [
     (r"mooncake_", "needs several machines; tests/store/servers.py starts both with other addresses"),
     (r"docker|MODEL=\S+ docker|kubectl", "needs Docker or a cluster; tests/test_deploy.py checks the files"),
 ]
-"""Patterns of commands, and who runs them, or why nobody does."""
+"""Patterns of commands, with the file that runs them, or the reason why they are not run."""
 
 
 def test_every_python_block_is_run():
@@ -154,6 +154,7 @@ def test_commands_do_what_they_say(documents, command):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_separator(smollm2_folder):
     [command] = [each for each in all_commands() if "kvmosaic separator" in each]
     run = f"{sys.executable} -m kvmosaic.cli.main separator {smollm2_folder}"

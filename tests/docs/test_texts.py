@@ -21,5 +21,5 @@ def lists_without_blank_line(text):
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_list_has_a_blank_line_before_it(path):
-    """Without one it is a paragraph to MkDocs."""
+    """Without a blank line, MkDocs makes it a paragraph."""
     assert not list(lists_without_blank_line(path.read_text()))

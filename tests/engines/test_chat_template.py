@@ -7,7 +7,7 @@ import pytest
 from kvmosaic.engines.chat_template import QUESTION, SAMPLES, working_sources
 
 STRINGS = "{% for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}\n{% endfor %}"
-"""Takes texts alone, of every role."""
+"""Accepts only texts, of every role."""
 LISTS = (
     "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}{{ part.text | trim }}{% endfor %}{% endif %}{% endfor %}"
@@ -20,7 +20,7 @@ STRICT = (
     "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}"
     "{{ '[INST] ' + message.content + ' [/INST]' }}{% endfor %}"
 )
-"""Adds to texts, so it fails with a list, and refuses tools."""
+"""Concatenates texts, so it fails with a list. It also refuses tools."""
 LAST_ONLY = "{{ messages[-1].content[:20] }}"
 TOOLS_IN_A_LIST = "{{ messages | selectattr('role', 'equalto', 'tool') | map(attribute='content') | list | tojson }}"
 

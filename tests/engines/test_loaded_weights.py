@@ -1,4 +1,4 @@
-"""Weights are known by some pieces of every tensor."""
+"""Weights are identified by some pieces of every tensor."""
 
 import random
 
@@ -13,7 +13,7 @@ SAMPLE = 4096
 
 
 def tensors():
-    """Of all kinds: small and large, transposed, of odd types, without elements."""
+    """Tensors of all kinds: small and large, transposed, of odd types, without elements."""
     return {
         "norm": torch.randn(96),
         "scalar": torch.tensor(3.0),
@@ -55,7 +55,7 @@ def test_a_tensor_that_changes_everywhere_is_seen(name):
 
 
 def test_a_few_hundredths_of_a_large_matrix_are_enough():
-    """What a step of training in bfloat16 leaves of small changes."""
+    """The share of numbers that a small training step changes in bfloat16."""
     some = {"matrix": torch.randn(1000, 1000).bfloat16()}
     before = digest(some)
     changed = torch.rand(1000, 1000) < 0.02
@@ -65,7 +65,7 @@ def test_a_few_hundredths_of_a_large_matrix_are_enough():
 
 @pytest.mark.parametrize("part", range(SAMPLE // PIECE_BYTES))
 def test_wherever_a_large_matrix_changes(part):
-    """In each of as many parts as there are pieces."""
+    """A change in any of the equal parts is noticed, one for each piece."""
     some = {"matrix": torch.randn(1000, 1000)}
     before = digest(some)
     some["matrix"].chunk(SAMPLE // PIECE_BYTES)[part].add_(1)

@@ -1,4 +1,4 @@
-"""Which numbers a CPU computes with, and what is done on one without bfloat16."""
+"""Number formats that a CPU computes with, and the choice on a CPU without bfloat16 instructions."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_the_embedded_engine(features, dtype, expected, monkeypatch, tmp_path, t
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fast_products_are_those_of_the_machine(dtype):
-    """What other tests compute with here differs from torch's own slow way by the order of summation alone."""
+    """The fast products that other tests use differ from torch's own slow ones by the order of summation only."""
     torch.manual_seed(0)
     a, b = torch.randn(9, 40).to(dtype), torch.randn(40, 7).to(dtype)
     exact = a.double() @ b.double()

@@ -1,4 +1,4 @@
-"""How keys turn is measured on a real model, in half precision too."""
+"""The rotation of keys is measured on a real model, also in half precision."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from kvmosaic.hf import LLM
 from tests.half_precision import fast_products
 
 TOKENS = range(3, 15)
-"""Hardly trained ones, that rounding errors are blown up behind: half the rows differ by tens of percent."""
+"""Hardly trained tokens, which magnify rounding errors: half of the rows behind them differ by tens of percent."""
 OLD, NEW = range(len(TOKENS)), range(29, 29 + len(TOKENS))
 
 
@@ -51,7 +51,7 @@ def test_bfloat16_is_explained_in_every_layer(engine, layers):
 
 
 def test_noise_is_as_large_as_the_test_says(layers):
-    """Or this model, or torch, does not show any more what the rule is there for."""
+    """Otherwise this model, or torch, no longer shows the case that the rule is for."""
     noise = [float((old[1] - new[1]).float().norm() / new[1].float().norm()) for old, new in layers]
     assert max(noise) > 0.05
 
@@ -87,7 +87,7 @@ class Changed:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_rows_of_other_inputs_are_passed_over_below_the_first_layer(engine, layers, layer):
-    """The first layer has the same input at both places: what differs there is no rounding."""
+    """The first layer has the same input at both places, so differences there are not due to rounding."""
     (k_old, v_old), (k_new, v_new) = layers[layer]
     k_new, v_new = k_new.clone(), v_new.clone()
     k_new[:, 5:] *= 1.5

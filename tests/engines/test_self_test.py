@@ -7,7 +7,7 @@ from kvmosaic.engines.self_test import ATTEMPTS, SHIFT, failure, trial_prompts
 
 
 class FakeTrial:
-    """Right outputs ``[tokens, width]``, with errors of given sizes in what is made of them."""
+    """Right outputs ``[tokens, width]``, and outputs with errors of given sizes."""
 
     def __init__(self, recomputed=0.0, moved=0.0, rounding=0.0, int8=None):
         self._right = torch.randn(16, 100, generator=torch.Generator().manual_seed(0))
@@ -42,8 +42,8 @@ def test_errors_count_in_units_of_rounding(wrong):
     assert failure([FakeTrial(**{wrong: 0.06}, rounding=0.03)], torch.bfloat16) is None
     line = failure([FakeTrial(**{wrong: 0.1}, rounding=0.03)], torch.bfloat16)
     assert "10." in line
-    assert "7." in line  # what rounding explains
-    assert failure([FakeTrial(**{wrong: 0.02})], torch.bfloat16) is None  # too small to tell
+    assert "7." in line  # rounding explains this
+    assert failure([FakeTrial(**{wrong: 0.02})], torch.bfloat16) is None  # too small to be judged
     assert failure([FakeTrial(**{wrong: 0.02})], torch.float32) is not None
 
 

@@ -1,4 +1,4 @@
-"""Examples are as short as they can be."""
+"""Examples are as short as possible."""
 
 import pytest
 

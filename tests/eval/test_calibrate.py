@@ -1,4 +1,4 @@
-"""``kvmosaic calibrate``: what it chooses, what it writes, and that engines go by it."""
+"""``kvmosaic calibrate``: its choice, the profile that it writes, and that engines use that."""
 
 import json
 import math
@@ -100,7 +100,7 @@ def test_bad_options_end_in_one_line(monkeypatch, capsys, options):
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """One small example, and profiles of this test's own."""
+    """One small example, and a folder of profiles for this test."""
     monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path / "profiles"))
     record = {"system": "Be brief.", "chunks": ["Anna has a cat.", "Bert has a dog."], "question": "Who has a dog?"}
     (tmp_path / "own.jsonl").write_text(json.dumps({**record, "answers": ["Bert"]}))
@@ -134,7 +134,7 @@ def test_what_it_chooses_is_what_the_engine_does(monkeypatch, capsys, data, tmp_
     assert rows[0]["kl_mean"] != rows[2]["kl_mean"]
     assert not path.exists()
 
-    # A broken profile is no reason not to make a better one; and nothing is measured twice.
+    # A broken profile does not prevent a new one, and nothing is measured twice.
     path.parent.mkdir()
     path.write_text("broken")
     wanted = min(row["kl_mean"] for row in rows)

@@ -1,4 +1,5 @@
-"""``kvmosaic eval`` as a user meets it. In this process: starting one for every bad option would take minutes."""
+"""``kvmosaic eval`` as users run it, but in this process, because starting one for every bad option would take
+minutes."""
 
 import json
 import signal
@@ -88,7 +89,7 @@ def test_interrupted_it_says_so_and_goes_on_where_it_stopped(tmp_path, narrow_fo
     def measured():
         return results.read_bytes().splitlines() if results.exists() else []
 
-    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    # A shell's background jobs ignore Ctrl-C, and so do the processes that they start.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     while running.poll() is None and len(measured()) < 4:

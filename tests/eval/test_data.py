@@ -1,4 +1,4 @@
-"""Loaders: every format, plain and compressed, and what they say about bad files."""
+"""Loaders: every format, plain and compressed, and their errors for bad files."""
 
 import gzip
 import json
@@ -153,7 +153,7 @@ def test_synthetic_questions(seed, sources):
         count = sources or index + 1
         [answer] = example.answers
         assert len(set(example.chunks)) == DOCUMENTS
-        # The answer stands in exactly one document, and not in what is asked.
+        # The answer is in exactly one document, and not in the question.
         [holder] = [chunk for chunk in example.chunks if f" {answer}.\n" in chunk]
         asked = f"{example.question} {example.lead}"
         assert f" {answer}" not in asked
@@ -164,7 +164,7 @@ def test_synthetic_questions(seed, sources):
         if count == 1:
             assert told == f"{example.lead.removeprefix('Answer: ')} {answer}."
             continue
-        # What is asked for leads from one document to the next, and no document has two of the links.
+        # The links of the question lead from one document to the next, and no document has two of them.
         people = [person for person in PEOPLE if person in asked]
         if count == 3:
             [friend] = people
@@ -175,7 +175,7 @@ def test_synthetic_questions(seed, sources):
         [link] = [chunk for chunk in example.chunks if chunk.startswith(f"{person} is the owner of {thing}.")]
         assert person not in holder
         assert answer not in link
-        # Of as many others it could be the answer's place, too.
+        # As many other documents could hold the answer.
         assert sum(told.split(thing)[0] in chunk for chunk in example.chunks) == len(example.chunks) // count + (
             count == 3
         )

@@ -1,4 +1,4 @@
-"""Metrics: what they must be for any input, and a few values worked out by hand."""
+"""Metrics: properties for any input, and a few values that were computed by hand."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_an_interval_holds_its_mean_and_is_deterministic(values, seed):
 
 
 def test_intervals_cover_the_truth():
-    """Of samples with a known mean, about 95 % must have it inside."""
+    """About 95 % of the intervals of samples must contain their known mean."""
     rng = np.random.default_rng(0)
     inside = [(it := bootstrap(rng.normal(1.0, 2.0, 40), seed)).low <= 1.0 <= it.high for seed in range(200)]
     assert 0.88 <= np.mean(inside) <= 0.99

@@ -1,4 +1,4 @@
-"""The evaluation: what its numbers must be, and that interruptions leave no trace."""
+"""The evaluation: its numbers, and that interruptions leave no trace."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ ANSWER = 4
 
 @pytest.fixture(scope="module")
 def llm(narrow, tokenizer):
-    settings = {"miss_policy": "fill-first", "disk_path": None, "tenant": "eval"}  # as the command has it
+    settings = {"miss_policy": "fill-first", "disk_path": None, "tenant": "eval"}  # as in the command
     with LLM(narrow, tokenizer, enable_chunk_cache=True, **settings) as llm:
         yield llm
 
@@ -51,7 +51,7 @@ def finished(llm, plan, tmp_path_factory):
 
 
 def timeless(scores):
-    """Everything but the clock."""
+    """A result without its times."""
     return {key: score._replace(prefill_ms=0.0) for key, score in scores.items()}
 
 
@@ -80,7 +80,7 @@ def test_scores_are_what_they_say(llm, plan, finished):
             score = finished.scores[index, cell]
             assert len(score.kl) == len(score.agree) <= ANSWER
             assert score.prefill_ms > 0
-            # The answer found with teacher forcing is the one that plain generation gives.
+            # The answer that teacher forcing finds is that of plain generation.
             [own] = llm.generate(
                 question.prompt, max_tokens=ANSWER, temperature=0, recompute_ratio=cell.ratio, policy=cell.policy
             )
@@ -105,7 +105,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(llm, plan, finished, tmp_pa
         with pytest.raises(_Interrupted):
             evaluate(llm, plan, work)
     with open(work.path, "ab") as file:
-        file.write(b'{"example": 0, "policy": "rand')  # the line it was writing
+        file.write(b'{"example": 0, "policy": "rand')  # the line that it was writing
     with WorkFile(tmp_path, plan.digest) as work:
         assert len(work.scores) == stop_after
         kept = dict(work.scores)
@@ -197,7 +197,8 @@ def test_prompts_the_model_cannot_take_are_refused_before_any_work(llm):
 
 
 def test_a_chunk_that_cannot_be_reused_is_no_perfect_reuse(narrow, tokenizer):
-    """With a sink prefix as long as the context every chunk would be ordinary text, and every policy perfect."""
+    """With a sink prefix as long as the context, every chunk would be ordinary text, and every policy would seem
+    perfect."""
     long = "word " * narrow.config.max_position_embeddings
     with (
         LLM(narrow, tokenizer, enable_chunk_cache=True, sink_prefix=long) as llm,

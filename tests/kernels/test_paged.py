@@ -1,4 +1,5 @@
-"""The Triton kernel against its torch reference: on a GPU where there is one, else in Triton's interpreter."""
+"""The Triton kernel compared with its torch reference, on a GPU if there is one, otherwise in Triton's
+interpreter."""
 
 import random
 
@@ -69,7 +70,7 @@ def random_case(seed, dims=DIMS):
 
 
 def with_tails(moves, caches, chance):
-    """The same entries, less what some layers leave out."""
+    """The same entries, without the tokens that some layers leave out."""
     layers = range(len(caches.layers))
     windowed = tuple(layer for layer in layers if chance.random() < 0.6)
     tails = WindowTails(windowed, chance.choice([1, 16, 31, 32, 48, 64]))
@@ -108,7 +109,7 @@ def test_scatter_equals_its_reference(case):
 @pytest.mark.parametrize("change", ["more heads", "fewer heads", "dtype", "more numbers", "not contiguous"])
 @pytest.mark.parametrize("move_all", [scatter, scatter_reference])
 def test_an_entry_of_other_sizes_is_written_nowhere(change, move_all):
-    """All entries agree, as one engine's would; behind the heads of the cache there is somebody else's memory."""
+    """All entries agree, as in one engine. Behind the heads of the cache is foreign memory."""
     heads, k_dim, count, size = 2, 64, 4, 16
     whole = torch.zeros(count, 2 * heads, size, 2 * k_dim, device=DEVICE)
     caches = PagedCaches([whole[:, :heads]], k_dim, [None], None)
@@ -140,6 +141,7 @@ def test_gather_equals_its_reference(case):
         assert torch.equal(ours.data, theirs.data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(20 if GPU else examples(20, 8)))
 def test_layers_arrive_group_by_group(case, monkeypatch):
     seed = random.randrange(10**6)

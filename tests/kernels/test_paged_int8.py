@@ -1,4 +1,5 @@
-"""Entries in 8 bits in and out of blocks: the Triton kernel against its torch reference, and both against bounds."""
+"""Entries in 8 bits in and out of blocks: the Triton kernel is compared with its torch reference, and both with
+bounds."""
 
 import random
 
@@ -85,6 +86,7 @@ def test_scatter_equals_its_reference(case):
         torch.testing.assert_close(ours, theirs, atol=exact, rtol=exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(100 if GPU else examples(12, 2)))
 def test_gather_equals_its_reference(case):
     seed = random.randrange(10**6)
@@ -149,7 +151,7 @@ def test_what_is_gathered_comes_back_within_half_a_scale(case):
 
 @pytest.mark.parametrize("case", range(20 if GPU else examples(8, 1)))
 def test_layers_arrive_group_by_group_with_all_entries(case):
-    """Entries in 8 bits and others have launches of their own, and a layer has arrived after both."""
+    """Entries in 8 bits and others have separate launches, and a layer has arrived only after both."""
     moves, caches, blocks, first = mixed_case(random.randrange(10**6))
     before, expected = copies(caches), copies(caches)
     scatter_reference(moves, expected, blocks, first)

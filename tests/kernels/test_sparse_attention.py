@@ -1,4 +1,4 @@
-"""The kernel against attention in fp64: on a GPU where there is one, else in Triton's interpreter."""
+"""The kernel compared with attention in fp64, on a GPU if there is one, otherwise in Triton's interpreter."""
 
 import random
 
@@ -22,11 +22,11 @@ from kvmosaic.kernels.sparse_attention import (  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of the result and of the weights, each of which is rounded once, for values of about 1."""
+"""Rounding errors of the result and of the weights, each rounded once, for values of about 1."""
 
 
 def random_positions(chance, length):
-    """Lone tokens, runs, or all of a sequence's end."""
+    """Positions of single tokens, of runs, or of the whole end of a sequence."""
     kind = chance.choice(["lone", "runs", "all"])
     if kind == "all":
         return np.arange(length)[-200:]
@@ -46,7 +46,7 @@ def random_case(seed):
         torch.float32,
         torch.float16,
         *([torch.bfloat16] if GPU else []),
-    ]  # the interpreter errs in bf16
+    ]  # the interpreter is wrong in bf16
     dtype = chance.choice(dtypes)
     lengths = [chance.randint(1, longest) for _ in range(chance.randint(1, 3))]
     counts = [-(-length // block_size) for length in lengths]
@@ -111,7 +111,7 @@ def test_parts_cover_what_tiles_read(positions, group, at_once):
 
 
 def test_a_token_does_not_see_what_comes_after_it():
-    """Nor what stands in blocks of others, or in the rest of a block: all of that may be anything."""
+    """It also does not see other sequences' blocks or the rest of a block, which may hold anything."""
     q, cache, queries, scale, window, v_dim = random_case(random.randrange(10**9))
     out = torch.empty(*q.shape[:2], v_dim, dtype=q.dtype, device=DEVICE)
     sparse_attention(q, cache, queries, scale, window, out)

@@ -1,4 +1,4 @@
-"""Weights are known by their content, wherever they are."""
+"""Weights are identified by their content, wherever they are."""
 
 import os
 import random
@@ -50,7 +50,7 @@ def test_a_name_on_the_hub_is_looked_up_in_its_cache(tmp_path, monkeypatch):
 
 
 def test_another_file_with_the_size_and_time_of_the_one_before_it(tmp_path, monkeypatch):
-    """As a tool leaves it that restores times, like ``rsync -t`` or ``cp -p``, in place or by a new file."""
+    """Tools that restore times, like ``rsync -t`` or ``cp -p``, leave such files, in place or as new files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write(tmp_path / "model", a=random.randbytes(1000))
     file = folder / "a.safetensors"
@@ -66,7 +66,7 @@ def test_another_file_with_the_size_and_time_of_the_one_before_it(tmp_path, monk
 
 
 def test_a_name_on_the_hub_in_a_folder_that_the_user_chose(tmp_path, monkeypatch):
-    """``--download-dir``."""
+    """The user chose it with ``--download-dir``."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "usual"))
     seen = []
     for content in (b"one", b"two"):
@@ -83,7 +83,7 @@ def test_a_name_on_the_hub_in_a_folder_that_the_user_chose(tmp_path, monkeypatch
 
 
 def test_a_folder_with_nothing_but_a_configuration_says_nothing_of_weights(tmp_path):
-    """What vLLM has of a model whose weights are streamed from an object store."""
+    """vLLM has such a folder if weights are streamed from an object store."""
     for name in ("config.json", "tokenizer.model", "README.md"):
         (tmp_path / name).write_text("{}")
     assert weights_digest(str(tmp_path)) is None

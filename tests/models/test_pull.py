@@ -1,4 +1,4 @@
-"""How a pull behaves when all goes well, and when it does not; a tiny model keeps it quick."""
+"""Pulls that succeed and pulls that fail, with a tiny model to be quick."""
 
 import os
 import subprocess

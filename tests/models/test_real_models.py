@@ -1,4 +1,4 @@
-"""The catalog's small models, pulled for real."""
+"""The catalog's small models, really pulled."""
 
 import json
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def test_smollm2_tokenizer_round_trip(smollm2_loaded: Loaded, text: str) -> None
     tokenizer = smollm2_loaded.tokenizer
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids) == text
-    assert tokenizer.bos_token_id not in ids  # this model was trained without
+    assert tokenizer.bos_token_id not in ids  # this model was trained without it
 
 
 def test_smollm2_tokenizer_keeps_blank_lines_before_a_digit_whole(smollm2_loaded: Loaded) -> None:

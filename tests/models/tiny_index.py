@@ -9,7 +9,7 @@ TINY = "tiny"
 
 @dataclass
 class TinyIndex:
-    """A folder of wheels that pip takes for its only index."""
+    """A folder of wheels that pip uses as its only index."""
 
     wheels: Path
     parts: tuple[bytes, bytes]

@@ -1,4 +1,4 @@
-"""The built wheel, installed into an environment that has nothing of this checkout."""
+"""The built wheel, installed into an environment without this checkout."""
 
 import json
 import os
@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
-def run(*command, cwd, **options):
+def run(*command, cwd, timeout=300, **options):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, **options
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, **options
     )
 
 
@@ -43,7 +43,7 @@ def wheel(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bin_folder(wheel, tmp_path_factory):
     """Commands of an environment with the wheel. Its requirements are those of the environment that runs the tests,
-    behind its own packages: downloading torch again would take minutes. Links to this checkout do not come along,
+    behind its own packages: downloading torch again would take minutes. Links to this checkout are not included,
     because Python follows them only in an environment's own folder."""
     folder = tmp_path_factory.mktemp("empty") / "venv"
     assert run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT).returncode == 0

@@ -9,7 +9,7 @@ MINUTES = 30.0
 
 
 def prepare() -> None:
-    """As the tests of vLLM's engine do it, before anything imports vLLM."""
+    """Prepare the process as tests of vLLM's engine do, before anything imports vLLM."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

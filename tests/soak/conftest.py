@@ -1,4 +1,4 @@
-"""vLLM has an environment of its own (`make test-vllm`)."""
+"""vLLM has a separate environment (`make test-vllm`)."""
 
 import importlib.util
 

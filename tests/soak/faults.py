@@ -1,4 +1,4 @@
-"""A disk that fills up, hangs, breaks, and comes back: in a worker's own process, at the tier's own calls."""
+"""A disk that fills up, hangs, breaks and recovers, simulated at the tier's own calls in a worker's process."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ CALLS = ("size", "get", "put", "delete", "scan", "holds", "get_all", "delete_all
 
 
 class _Disk:
-    """How this process's disk is just now."""
+    """Current state of this process's disk."""
 
     fault: DiskFault | None = None
     works = threading.Event()
@@ -25,14 +25,14 @@ _Disk.works.set()
 
 
 def install_disk_faults(worker: Any = None) -> None:
-    """Have every call of a disk tier ask first how the disk is."""
+    """Make every call of a disk tier check the state of the disk first."""
     for name in CALLS:
         if name in vars(DiskTier):
             setattr(DiskTier, name, _asking(name, vars(DiskTier)[name]))
 
 
 def start_disk_fault(worker: Any, fault: DiskFault, seconds: float) -> None:
-    """For some seconds; another thread ends it, because this one may be the one that hangs."""
+    """Start a fault for some seconds. Another thread ends it, because this one may hang."""
     _Disk.fault = fault
     if fault == "hung":
         _Disk.works.clear()
@@ -40,7 +40,7 @@ def start_disk_fault(worker: Any, fault: DiskFault, seconds: float) -> None:
 
 
 def end_disk_fault(worker: Any = None) -> int:
-    """The disk works again. How many calls met the fault since the last time."""
+    """Let the disk work again. Returns the number of calls that met the fault since the last time."""
     _Disk.fault = None
     _Disk.works.set()
     hit, _Disk.calls_hit = _Disk.calls_hit, 0

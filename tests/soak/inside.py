@@ -1,8 +1,8 @@
-"""What can be seen of an engine from inside. Only this file knows how vLLM and the connector look there.
+"""Observes an engine from inside. Only this file depends on the internals of vLLM and the connector.
 
-Which tokens of a request stand in its blocks as reused KV is followed block by block, at the two calls by which KV
-gets there besides vLLM's own forward: entries are placed, tokens are computed. So it is known what an answer has to
-be, also where some chunks were missing, blocks were shared, or a request was preempted and put together anew.
+The tokens of a request whose KV is reused are tracked block by block. Besides vLLM's own forward, two calls write KV
+into blocks: those that place entries and those that compute tokens. So the right answer is known, even if some chunks
+were missing, blocks were shared, or a request was preempted and assembled again.
 """
 
 import os
@@ -14,9 +14,9 @@ import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 NAME = "soak-"
-"""What the ids of all requests begin with whose traces are looked for."""
+"""Prefix of the ids of all requests whose traces are searched."""
 QUEUE_BYTES = 4 * 2**20
-"""What may wait to be written, instead of far more than such small entries ever come to."""
+"""Maximum bytes that may wait to be written. The usual limit would never be reached with such small entries."""
 
 
 class Written(NamedTuple):
@@ -25,26 +25,31 @@ class Written(NamedTuple):
     blocks: tuple[int, ...]
     start: int
     end: int
-    """Positions of the sequence that these are the blocks of."""
+    """The blocks hold positions ``start .. end-1`` of the sequence."""
     is_reused: bool
-    """Whether it was computed elsewhere, and moved."""
+    """Whether the KV was computed at another position, and moved."""
+    early: int = -1
+    """Start of the load in which this was computed before a policy chose tokens, which it has not seen; else -1."""
 
 
 class Begun(NamedTuple):
-    """A request that a step began, or went on with after a preemption."""
+    """A request that a step began, or resumed after a preemption."""
 
     name: str
     outputs: int
-    """How many tokens of its answer there were."""
+    """Number of tokens of its answer at that time."""
     reused: np.ndarray
-    """Which tokens before those that vLLM computes are reused KV, ``[tokens]`` bool."""
+    """Which tokens before those that vLLM computes have reused KV, ``[tokens]`` bool."""
+    early: np.ndarray
+    """For each of them that was computed before a choice, and not again behind it, the start of the load; else -1.
+    ``[tokens]``"""
 
 
 # --- in a worker's process, by ``collective_rpc``
 
 
 def watch_worker(worker: Any) -> list[int]:
-    """Note what is written from now on, and have the store's queue be short; the sink prefix."""
+    """Record what is written from now on, and shorten the store's queue. Returns the sink prefix."""
     side = get_kv_transfer_group().worker
     side.written, side.computed_tokens = [], 0
     paged, sink = side.paged, tuple(side.cache.sink)
@@ -52,7 +57,7 @@ def watch_worker(worker: Any) -> list[int]:
 
     def placing(moves: Any, blocks: Any, start: int) -> Any:
         result = place(moves, blocks, start)
-        # Exact ones, of system and prefix, have all that precedes them as their context.
+        # The context of exact entries, of system and prefix, is everything before them.
         side.written.append(
             [
                 Written(tuple(blocks[0]), max(at, start), at + len(entry.tokens), tuple(entry.context) == sink)
@@ -67,14 +72,26 @@ def watch_worker(worker: Any) -> list[int]:
         side.written.append([Written(tuple(run.blocks[0]), run.start, run.end, False) for run in runs])
         return result
 
-    paged.place, paged.compute = placing, computing
+    blender = side.loader._blender
+    choose = blender.choose
+
+    def choosing(blend: Any) -> Any:
+        if blend.needs_context and side.written:  # all its other tokens were computed just now
+            own = tuple(blend.load.blocks[0])
+            side.written[-1] = [
+                each._replace(early=blend.load.start) if each.blocks == own and not each.is_reused else each
+                for each in side.written[-1]
+            ]
+        return choose(blend)
+
+    paged.place, paged.compute, blender.choose = placing, computing, choosing
     side.cache.store._stack.writer._max_bytes = QUEUE_BYTES
     return list(sink)
 
 
 def take_written(worker: Any) -> tuple[list[list[Written]], int, float]:
-    """What each call wrote since the last time; how many tokens were computed for that, besides vLLM's own; seconds
-    that this rank was kept waiting so far."""
+    """KV that each call wrote since the last time, the number of tokens that were computed for it besides vLLM's own,
+    and the seconds that this rank has had to wait for a processor so far."""
     side = get_kv_transfer_group().worker
     written, side.written = side.written, []
     computed, side.computed_tokens = side.computed_tokens, 0
@@ -82,7 +99,7 @@ def take_written(worker: Any) -> tuple[list[list[Written]], int, float]:
 
 
 def worker_state(worker: Any) -> dict[str, Any]:
-    """What is left on a worker's side, and counters."""
+    """Leftovers on a worker's side, and counters."""
     side = get_kv_transfer_group().worker
     stats = side.cache.get_stats()
     return {
@@ -96,11 +113,11 @@ def worker_state(worker: Any) -> dict[str, Any]:
     }
 
 
-# --- in the scheduler's
+# --- in the scheduler's process
 
 
 class BlockWatch:
-    """Follows which tokens in vLLM's blocks are reused KV."""
+    """Tracks which tokens in vLLM's blocks have reused KV."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -108,13 +125,15 @@ class BlockWatch:
         config = llm.llm_engine.vllm_config.cache_config
         self._size = config.block_size
         self._reused = np.zeros((config.num_gpu_blocks, self._size), dtype=bool)
+        self._early = np.full(self._reused.shape, -1)
         self._scheduled: list[Written] = []
         self._begun: list[tuple[str, int, np.ndarray, int]] = []
         self._waits: list[float] = []
         self.planned = ""
-        """What the latest step computes."""
+        """Tokens that the latest step computes."""
         self.kept_waiting = 0.0
-        """Seconds, until the latest step, in which others had the processor that this engine was waiting for."""
+        """Seconds until the latest step in which other programs had the processor that this engine was waiting
+        for."""
         schedule = self._scheduler.schedule
 
         def scheduling(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +145,7 @@ class BlockWatch:
         self.sink = tuple(llm.collective_rpc(watch_worker)[0])
 
     def _follow(self, output: Any) -> None:
-        """What vLLM's forward computes, whatever was in the blocks before."""
+        """Record the tokens that vLLM's forward computes, whatever was in their slots before."""
         self.planned = _planned(output)
         cached = output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -141,14 +160,15 @@ class BlockWatch:
                 self._begun.append((request_id, request.num_output_tokens, np.array(blocks), start))
 
     def _note(self, together: Iterable[Written]) -> None:
-        """What came into blocks."""
-        for blocks, start, end, is_reused in together:
+        """Record KV that was written into blocks."""
+        for blocks, start, end, is_reused, early in together:
             positions = np.arange(start, max(start, end))
             where = np.asarray(blocks)[positions // self._size], positions % self._size
             self._reused[where] = is_reused
+            self._early[where] = early
 
     def after_step(self) -> list[Begun]:
-        """What the step began. Workers load what it needs before vLLM's own forward."""
+        """Requests that the step began. Workers load their chunks before vLLM's own forward."""
         ranks = self._llm.collective_rpc(take_written)
         waits = [seconds for *_, seconds in ranks]
         if ranks[0][1]:
@@ -162,14 +182,14 @@ class BlockWatch:
         for request_id, outputs, blocks, start in self._begun:
             positions = np.arange(start)
             where = blocks[positions // self._size], positions % self._size
-            begun.append(Begun(own_name(request_id), outputs, self._reused[where]))
+            begun.append(Begun(own_name(request_id), outputs, self._reused[where], self._early[where]))
         self._begun.clear()
         self._scheduled.clear()
         return begun
 
 
 def _planned(output: Any) -> str:
-    """Tokens of a step: vLLM's own, and what the connector has its workers do."""
+    """Number of tokens of a step: vLLM's own, and those that the connector gives its workers."""
     work = output.kv_connector_metadata
     loads = [
         f"{load.prompt.question.start - load.start} at {load.ratio:g} by {load.policy or 'none'}"
@@ -191,12 +211,13 @@ def core_scheduler(llm: Any) -> Any:
 
 
 def own_name(request_id: str) -> str:
-    """What we called a request; vLLM adds something of its own."""
+    """Our name of a request, without vLLM's addition."""
     return request_id.rpartition("-")[0] if request_id.count("-") > NAME.count("-") else request_id
 
 
 def chunks_of(llm: Any, name: str) -> tuple[tuple[int, int], ...] | None:
-    """Where the connector found chunks in a request that just came; ``None`` if it serves it as vLLM would."""
+    """Spans in which the connector found chunks of a new request; ``None`` if the request is served as by plain
+    vLLM."""
     for request_id, request in core_scheduler(llm).connector.scheduler._requests.items():
         if own_name(request_id) == name:
             return tuple((span.start, span.end) for span in request.prompt.chunks)
@@ -209,12 +230,12 @@ def waiting_fills(llm: Any) -> int:
 
 
 def preemptions(llm: Any) -> dict[str, int]:
-    """How often each living request was preempted."""
+    """Number of preemptions of each unfinished request."""
     return {own_name(name): request.num_preemptions for name, request in core_scheduler(llm).requests.items()}
 
 
 def engine_state(llm: Any) -> dict[str, Any]:
-    """What is left of requests when none is there: in all tables, on both sides."""
+    """Leftovers of requests when there are none, in all tables on both sides."""
     scheduler = core_scheduler(llm)
     pool = scheduler.kv_cache_manager.block_pool
     ranks = llm.collective_rpc(worker_state)
@@ -236,11 +257,11 @@ def engine_state(llm: Any) -> dict[str, Any]:
     }
 
 
-# --- in any
+# --- in any process
 
 
 def traces(root: object, name: str) -> Iterator[str]:
-    """Where the id of a request still stands, anywhere in our objects below ``root``."""
+    """Places in our objects below ``root`` that still hold the id of a request."""
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [(name, root)]
     while waiting:
@@ -263,13 +284,13 @@ def traces(root: object, name: str) -> Iterator[str]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Resident memory of this process, in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def seconds_kept_waiting() -> float:
-    """How long this thread waited for a processor so far, because others had it."""
+    """Seconds that this thread has waited for a processor so far, because others had it."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9

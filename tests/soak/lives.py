@@ -1,4 +1,4 @@
-"""The lives of the engine: what each is started with, drawn from the seed."""
+"""The lives of the engine. Their settings are drawn from the seed."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from tests.soak.session import STEP
 
 ROUND_S = 10.0
-"""Seconds of traffic between two looks at everything."""
+"""Seconds of traffic between two complete checks."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Life:
     number: int
     seed: int
     end: float
-    """When it is to end, as a share of all the time."""
+    """Time at which it ends, as a share of the whole run."""
     ranks: int
     sink: str
     has_disk: bool
     has_remote: bool
     is_killed: bool
-    """Whether it ends by a signal that leaves it no time for anything."""
+    """Whether it ends by SIGKILL."""
     choices: dict[str, Any]
 
     def settings(self, disk: Path, remote: str | None) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""What answers have to be, by transformers and by the embedded engine, in float32, on the same weights.
+"""The expected answers, from transformers and from the embedded engine, in float32, with the same weights.
 
-Every token of an answer is checked, given those before it. An exact one has to be what the model says that is left
-to itself: no cache, no connector, not even vLLM. Of an approximate one it is known which tokens of its prompt were
-reused; the embedded engine computes these chunks alone, moves them into place, and computes all else over them.
+Every token of an answer is checked, given those before it. A token of an exact answer has to be that of the model
+alone, without cache, connector or vLLM. For an approximate answer, the reused tokens of its prompt are known. The
+embedded engine computes these chunks alone, moves them into place, and computes everything else over them.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,11 @@ from tests.soak.session import Answer
 from tests.soak.traffic import SEPARATOR
 
 TOLERANCE = 2e-3
-"""How far log-probabilities may be apart that were summed in another order."""
+"""Maximum difference of log-probabilities that were summed in another order."""
 
 
 class Reference:
-    """Says of answers whether they are right."""
+    """Decides whether answers are right."""
 
     def __init__(self, folder: str | Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -32,7 +33,7 @@ class Reference:
         self._engines: dict[str, LLM] = {}
 
     def problem(self, answer: Answer, sink: str) -> tuple[str, str | None]:
-        """How the answer was checked (``exact``, ``embedded engine`` or ``undecided``), and what is wrong with it."""
+        """How the answer was checked (``exact``, ``embedded engine`` or ``undecided``), and its problem, if any."""
         if answer.chunks is None or answer.ratio == 1 or not any(begun.reused.any() for begun in answer.begins):
             return "exact", _differs(answer, self._left_to_itself(answer))
         if answer.policy.startswith("kv-deviation") and answer.ratio > 0:
@@ -41,6 +42,8 @@ class Reference:
         for begun, end in zip(answer.begins, ends, strict=True):
             if end == begun.outputs:
                 continue
+            if _is_unclear(answer, begun):
+                return "undecided", None
             problem = _differs(answer, self._mixed(answer, begun, sink), begun.outputs, end)
             if problem is not None:
                 return "embedded engine", f"{problem}; chunks {_shares(answer, begun.reused)}"
@@ -53,13 +56,14 @@ class Reference:
             return self._model(input_ids=ids, use_cache=False, logits_to_keep=len(answer.answer)).logits[0]
 
     def _mixed(self, answer: Answer, begun: Begun, sink: str) -> torch.Tensor:
-        """Logits ``[answer, vocab]`` where some tokens are reused and all others computed over them."""
+        """Logits ``[answer, vocab]`` where some tokens are reused and all others computed over them. Those that were
+        computed before a policy chose tokens have seen the chunks behind the load's start as they are stored."""
         llm, prompt = self._engine(sink), _prompt(answer)
         everything = [*answer.tokens, *answer.answer[:-1]]
         length, known = len(everything), len(begun.reused)
         last = len(prompt.token_ids) - 1
-        is_computed = np.ones(length, dtype=bool)
-        is_computed[:known] = ~begun.reused
+        is_computed, early = np.ones(length, dtype=bool), np.full(length, -1)
+        is_computed[:known], early[:known] = ~begun.reused, begun.early
         with llm.engine.session():
             kv = RequestKV(llm.engine.format, length, llm.model.device)
             spans = [span for span in prompt.chunks if not is_computed[span.start : span.end].all()]
@@ -68,7 +72,17 @@ class Reference:
             for span, item in zip(spans, llm.chunk_cache.find_or_fill(chunks, context, length), strict=True):
                 llm.engine.remap(item.entry, kv, span.start, length)
             found = torch.full((len(answer.answer), llm.model.config.vocab_size), torch.nan)
-            positions = np.flatnonzero(is_computed)
+            is_late, is_fresh, done = is_computed & (early < 0), ~_inside(spans, length), 0
+            for start in np.unique(early[early >= 0]).tolist():
+                end = np.flatnonzero(early == start)[-1] + 1
+                for mask, first, stop in ((is_late, done, start), (is_fresh, start, end)):
+                    positions = first + np.flatnonzero(mask[first:stop])
+                    if len(positions):
+                        llm.engine.forward(
+                            [everything[at] for at in positions], positions.tolist(), kv, length, last=1
+                        )
+                done = start
+            positions = done + np.flatnonzero(is_late[done:])
             tokens = [everything[at] for at in positions]
             count = int((positions >= last).sum())
             logits = llm.engine.forward(tokens, positions.tolist(), kv, length, last=max(1, count))
@@ -77,8 +91,8 @@ class Reference:
         return found
 
     def _deviating(self, answer: Answer, sink: str) -> tuple[str, str | None]:
-        """This policy leaves what it computed to look at in the lower layers, so the whole choice is made again.
-        Deviations may be nearly equal; then another choice is as good and proves nothing."""
+        """This policy leaves the KV that it computed for its choice in the lower layers, so the whole choice is
+        repeated. Deviations may be nearly equal. Then another choice is as good, and a difference proves nothing."""
         llm, prompt = self._engine(sink), _prompt(answer)
         [begun, *more] = answer.begins
         inside = {at for span in prompt.chunks for at in range(span.start, span.end)}
@@ -96,7 +110,7 @@ class Reference:
     def _engine(self, sink: str) -> LLM:
         if sink not in self._engines:
             settings = {"enable_chunk_cache": True, "miss_policy": "fill-first", "sink_prefix": sink}
-            settings |= {"chunk_separator": SEPARATOR}  # it is in the sink prefix, too
+            settings |= {"chunk_separator": SEPARATOR}  # it is also in the sink prefix
             self._engines[sink] = LLM(self._model, self._tokenizer, host_memory="256MiB", **settings)
         return self._engines[sink]
 
@@ -106,14 +120,36 @@ def _prompt(answer: Answer) -> ChunkedPrompt:
     return ChunkedPrompt(tuple(answer.tokens), tuple(Span(*chunk) for chunk in answer.chunks))
 
 
+def _inside(spans: Sequence[Span], length: int) -> np.ndarray:
+    """Which of ``length`` tokens are in ``spans``, ``[tokens]`` bool."""
+    inside = np.zeros(length, dtype=bool)
+    for span in spans:
+        inside[span.start : span.end] = True
+    return inside
+
+
+def _is_unclear(answer: Answer, begun: Begun) -> bool:
+    """Whether tokens have seen a chunk before a policy chose tokens, of which nothing is left to tell whether the
+    chunk was reused then."""
+    is_early = begun.early >= 0
+    if not is_early.any():
+        return False
+    first, last = begun.early[is_early].min(), np.flatnonzero(is_early)[-1]
+    return any(
+        first < span.end <= last and not (begun.reused | is_early)[span.start : span.end].any()
+        for span in _prompt(answer).chunks
+    )
+
+
 def _shares(answer: Answer, mask: np.ndarray) -> str:
-    """How much of each chunk was reused."""
+    """Share of each chunk that was reused."""
     spans = _prompt(answer).chunks
     return ", ".join(f"{span.start}-{span.end}: {int(mask[span.start : span.end].sum())}" for span in spans)
 
 
 def _differs(answer: Answer, logits: torch.Tensor, first: int = 0, end: int | None = None) -> str | None:
-    """Which token, from ``first`` to before ``end``, is not the likeliest, or not as likely as was said."""
+    """The token, from ``first`` to before ``end``, that is not the likeliest, or whose probability differs from the
+    reported one."""
     logprobs = logits.log_softmax(-1)
     best = logprobs.max(-1).values
     for index in range(first, len(answer.answer) if end is None else end):

@@ -1,4 +1,4 @@
-"""The programme: lives of an engine, rounds of traffic, and a look at every answer."""
+"""The run: lives of an engine, rounds of traffic, and a check of every answer."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from tests.store.remote_servers import Valkey
 
 
 class Soak:
-    """One run."""
+    """One run of the soak."""
 
     def __init__(self, folder: Path, minutes: float, seed: int) -> None:
         self._minutes, self._folder = minutes, folder
@@ -96,12 +96,12 @@ class Soak:
                 )
         done = sum(totals.checked.values())
         print(f"{name}: {done} answers, {totals.wrong} wrong, {len(totals.problems)} problems", flush=True)
-        for problem in totals.problems[known:][:5]:  # all of them are told at the end, which may be half an hour off
+        for problem in totals.problems[known:][:5]:  # all are printed at the end, which may be half an hour later
             print(f"  {problem}", flush=True)
         outcome.answers.clear()
 
 
 def soak(minutes: float, seed: int) -> Totals:
-    """Run for about so long."""
+    """Run for about this many minutes."""
     with tempfile.TemporaryDirectory(prefix="kvmosaic-soak-") as folder:
         return Soak(Path(folder), minutes, seed).run()

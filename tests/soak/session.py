@@ -1,4 +1,5 @@
-"""Rounds of traffic, in the engine's process: requests come, are stepped, preempted, aborted, and leave nothing."""
+"""Rounds of traffic, in the engine's process: requests arrive, are computed, preempted or aborted, and leave nothing
+behind."""
 
 import itertools
 import random
@@ -16,11 +17,11 @@ from tests.soak.traffic import Ask, Kind, Traffic
 T = TypeVar("T")
 
 STEP = 256
-"""Tokens that vLLM computes in a step at most."""
+"""Maximum number of tokens in a step of vLLM."""
 MOST = 8
-"""Requests at a time."""
+"""Maximum number of requests at a time."""
 PATIENCE_S = 150.0
-"""So long, after all faults are over, everything has to be answered."""
+"""Seconds after the end of all faults in which everything has to be answered."""
 
 
 @dataclass
@@ -31,36 +32,36 @@ class Answer:
     kind: Kind
     tokens: list[int]
     chunks: tuple[tuple[int, int], ...] | None
-    """Where the connector found some; ``None`` when it was served as vLLM would."""
+    """Spans in which the connector found chunks; ``None`` if the request was served as by plain vLLM."""
     ratio: float
     policy: str
     answer: list[int]
     logprobs: list[float]
-    """Of the answer's tokens."""
+    """Log-probabilities of the answer's tokens."""
     begins: list[Begun]
-    """What its prompt was put together from: more than once after a preemption."""
+    """How its prompt was assembled: several times after a preemption."""
     report: dict[str, Any] | None
 
 
 @dataclass
 class Stall:
-    """Time in which somebody who has no chunks got no token."""
+    """Time in which a request without chunks got no token."""
 
     seconds: float
-    """Time that the engine was busy, without the time in which other programs had the processor. What a client does
-    between steps does not count: it lives in the engine's process only here."""
+    """Seconds that the engine was busy, without those in which other programs had the processor. Work of clients
+    between steps does not count, because they are in the engine's process only in this test."""
     with_others: float
-    """With the time of other programs."""
+    """Seconds including the time of other programs."""
     steps: int
     end: int
-    """The engine's step that ended it."""
+    """The step that ended it."""
     during: str
-    """What was going on."""
+    """Description of what the engine did meanwhile."""
 
 
 @dataclass
 class RoundOutcome:
-    """What a round was."""
+    """Results of a round."""
 
     answers: list[Answer] = field(default_factory=list)
     requests: Counter[str] = field(default_factory=Counter)
@@ -69,11 +70,11 @@ class RoundOutcome:
     preempted: int = 0
     steps: int = 0
     prefill_steps: list[float] = field(default_factory=list)
-    """Seconds of steps that compute as many tokens of plain prompts as a step may."""
+    """Seconds of steps that compute as many tokens of plain prompts as possible."""
     stalls: list[Stall] = field(default_factory=list)
     """The longest ones."""
     is_plain: bool = False
-    """Whether nobody had chunks, for comparison."""
+    """Whether no request had chunks, for comparison."""
     problems: list[str] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -84,9 +85,9 @@ class _Running:
     chunks: tuple[tuple[int, int], ...] | None
     steps: int = 0
     since: float | None = None
-    """The engine's clock when its last token came, or it; ``None`` since it was preempted."""
+    """Time of its last token, or of its arrival, by the engine's clock; ``None`` since it was preempted."""
     waited: float = 0.0
-    """How long this thread had waited for a processor by then."""
+    """Seconds that this thread had waited for a processor until then."""
     begun_at: int = 0
     """The step of that token."""
     preempted: int = 0
@@ -113,8 +114,8 @@ class Session:
         self._disk_fault, self._disk_until = "", 0.0
 
     def round(self, seconds: float, disk_faults: bool) -> RoundOutcome:
-        """Traffic for some seconds, and then until all of it is answered. In every third round nobody has chunks, so
-        that stalls can be compared with those of vLLM alone on the same machine."""
+        """Run traffic for some seconds, and then until all of it is answered. In every third round no request has
+        chunks, so that stalls can be compared with those of vLLM alone on the same machine."""
         self._rounds += 1
         outcome = self._outcome = RoundOutcome(is_plain=self._rounds % 3 == 0)
         self._traffic.is_plain = outcome.is_plain
@@ -160,12 +161,12 @@ class Session:
                 self._engine.step()
             took = time.monotonic() - begin
             self._watch.after_step()
-            if number > 0:  # else it may be the first of all
+            if number > 0:  # otherwise it may be the first of all
                 self._outcome.prefill_steps.append(max(took / 10, took - self._watch.kept_waiting + waited))
 
     def _calm_down(self) -> None:
-        """Steps in which nothing else happens: in them, workers are told what to release, and missing chunks that
-        still wait are filled."""
+        """Run steps without requests, in which workers are told what to release, and missing chunks that still wait
+        are filled."""
         deadline = time.monotonic() + PATIENCE_S
         for number in itertools.count():
             if number >= 2 and (not waiting_fills(self._llm) or time.monotonic() > deadline):
@@ -197,7 +198,7 @@ class Session:
         try:
             self._engine.add_request(name, prompt, _sampling(ask))
         except Exception:
-            # vLLM itself may refuse it, where the client is told so. What we raise would end the engine.
+            # vLLM itself may refuse it, and tells the client. An exception of ours would end the engine.
             if "kvmosaic/engines" in traceback.format_exc():
                 raise
             self._outcome.requests["refused by vLLM"] += 1
@@ -242,7 +243,7 @@ class Session:
                 self._finish(output, running)
 
     def _note_gap(self, running: _Running, now: float, waited: float) -> None:
-        """Of one who has no chunks; a first token may have had to wait for vLLM's own reasons."""
+        """Note a gap of a request without chunks. A first token may be late for vLLM's own reasons."""
         if running.ask.kind == "plain" and running.since is not None and running.count:
             wall = now - running.since
             own = wall - (waited - running.waited)
@@ -253,7 +254,7 @@ class Session:
         running.since, running.waited, running.begun_at = now, waited, self._steps
 
     def _timed(self, function: Callable[..., T]) -> Callable[..., T]:
-        """The function, whose time counts as the engine's."""
+        """A function whose time counts as the engine's."""
 
         def timed(*args: Any, **kwargs: Any) -> T:
             begin = time.monotonic()
@@ -306,13 +307,13 @@ _sessions: list[Session] = []
 
 
 def begin(llm: Any, seed: int) -> list[int]:
-    """An engine's life begins; its sink prefix."""
+    """Begin the life of an engine. Returns its sink prefix."""
     _sessions.append(Session(llm, seed))
     return list(_sessions[0]._watch.sink)
 
 
 def play(llm: Any, seconds: float, disk_faults: bool) -> RoundOutcome:
-    """A round; what ends the engine is told, too."""
+    """Run a round. An error that ends the engine is also reported."""
     session = _sessions[0]
     try:
         return session.round(seconds, disk_faults)

@@ -1,4 +1,4 @@
-"""What a whole run was: the numbers, and what was wrong."""
+"""Results of a whole run: numbers and problems."""
 
 import math
 import statistics
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from tests.soak.session import RoundOutcome, Stall
 
 MOST_STALL = 2.0
-"""Prefill steps that somebody without chunks may be kept waiting for a token; longer where vLLM alone takes longer,
-on a busy machine."""
+"""Maximum time that a request without chunks may wait for a token, in prefill steps. More is allowed if vLLM alone
+takes longer, on a busy machine."""
 MOST_GROWTH = 96 * 2**20
-"""Bytes that an engine's memory may grow in a life, once it is warm."""
+"""Maximum growth of an engine's memory in a life, in bytes, once it is warm."""
 
 
 @dataclass
 class Totals:
-    """Over all lives."""
+    """Totals over all lives."""
 
     seed: int
     minutes: float = 0.0
@@ -33,17 +33,17 @@ class Totals:
     wrong: int = 0
     prefill_steps: list[float] = field(default_factory=list)
     stalls: list[tuple[float, str, Stall]] = field(default_factory=list)
-    """The longest ones, in prefill steps of the same life."""
+    """The longest stalls, in prefill steps of the same life."""
     longest_plain_stall: float = 0.0
-    """In rounds in which nobody had chunks."""
+    """The longest stall in rounds without chunks."""
     is_fluent: bool = True
     """Whether no life had a stall that was too long."""
     growth: float = 0.0
-    """Bytes; the most in any life."""
+    """Largest growth of memory in any life, in bytes."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, outcome: RoundOutcome) -> None:
-        """What a round adds to it."""
+        """Add the results of a round."""
         self.requests += outcome.requests
         self.faults += outcome.faults
         self.aborted += outcome.aborted
@@ -51,7 +51,7 @@ class Totals:
         self.steps += outcome.steps
 
     def end_life(self, name: str, rounds: list[RoundOutcome]) -> None:
-        """What is known only of a life as a whole."""
+        """Add results that are known only at the end of a life."""
         steps = [seconds for outcome in rounds for seconds in outcome.prefill_steps]
         self.prefill_steps += steps
         if len(steps) > 1:
@@ -79,7 +79,7 @@ class Totals:
 
     @property
     def longest_stall(self) -> float:
-        """In prefill steps."""
+        """The longest stall, in prefill steps."""
         return self.stalls[0][0] if self.stalls else math.nan
 
     @property
@@ -88,7 +88,7 @@ class Totals:
         return tried and not self.wrong and not self.problems and self.is_fluent
 
     def table(self) -> str:
-        """As Markdown."""
+        """The totals as a Markdown table."""
         steps = self.prefill_steps or [math.nan]
         rows = {
             "seed": f"{self.seed}",
@@ -114,7 +114,7 @@ class Totals:
         return "\n".join(lines)
 
     def details(self) -> str:
-        """What was wrong, and what the longest stalls were."""
+        """The problems and the longest stalls."""
         lines = [f"- {problem}" for problem in self.problems]
         lines += [
             f"- stall of {ratio:.1f} prefill steps ({stall.seconds * 1e3:.0f} ms; {stall.with_others * 1e3:.0f} ms "

@@ -1,4 +1,4 @@
-"""What clients send: conversations with documents in any turn, and all that nobody should send."""
+"""Made-up clients: conversations with documents in any turn, and invalid requests."""
 
 import random
 from collections import deque
@@ -9,14 +9,14 @@ from typing import Any, Literal
 from kvmosaic.core.token_bytes import Tokenizer
 
 Kind = Literal["plain", "exact", "reuse", "blend", "junk"]
-"""Of a request: it has no chunks; all of them are recomputed; none of their tokens is; some are; its parameters are
-none."""
+"""Kind of a request: without chunks; all chunk tokens recomputed; none recomputed; some recomputed; invalid
+parameters."""
 
 SEPARATOR = " # # "
 ANSWER, TURN = "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>user\n"
-"""What stands between a question and its answer, and between an answer and the next question."""
+"""Tokens between a question and its answer, and between an answer and the next question."""
 LONGEST = 860
-"""Tokens of a prompt."""
+"""Maximum number of tokens of a prompt."""
 LONGEST_IN_CROWD = 260
 LONG_ANSWER = 150
 POLICIES = (
@@ -41,22 +41,22 @@ class Ask:
     kind: Kind
     tokens: list[int]
     params: Any
-    """Its ``kv_transfer_params``, or whatever it sends instead."""
+    """Its ``kv_transfer_params``, or anything that it sends instead."""
     salt: str | None
     outputs: int
-    """Tokens of the answer."""
+    """Number of tokens of the answer."""
     abort_after: int | None
-    """Steps after which its client is gone."""
+    """Number of steps after which its client leaves."""
     talk: "Conversation | None" = None
 
 
 @dataclass
 class Conversation:
-    """What was said so far, in tokens."""
+    """A conversation so far, in tokens."""
 
     tokens: list[int]
     parts: list[tuple[int, int]]
-    """System prompt and documents, maybe also what stands between them."""
+    """System prompt and documents, and possibly text between them."""
     by_separator: bool
     salt: str | None
     turns_left: int
@@ -66,17 +66,17 @@ class Conversation:
 
 @dataclass
 class Traffic:
-    """Draws requests; what it draws depends on the seed alone, and on the answers."""
+    """Draws requests, which depend only on the seed and on the answers."""
 
     tokenizer: Tokenizer
     random: random.Random
     is_crowded: bool = False
-    """Whether prompts are short and most answers long, so that vLLM runs out of blocks, and preempts."""
+    """Whether prompts are short and most answers long, so that vLLM runs out of blocks and preempts requests."""
     is_plain: bool = False
     """Whether all requests are for vLLM alone."""
     _documents: list[list[int]] = field(default_factory=list)
     _open: list[Conversation] = field(default_factory=list)
-    """Conversations whose latest answer is there."""
+    """Conversations whose latest answer has arrived."""
     _recent: deque[Ask] = field(default_factory=lambda: deque(maxlen=12))
     """Requests with documents."""
 
@@ -102,14 +102,14 @@ class Traffic:
         return self._turn(self._begin())
 
     def answered(self, ask: Ask, answer: list[int]) -> None:
-        """Its conversation may go on."""
+        """Continue its conversation, or end it."""
         talk = ask.talk
         if talk is not None and talk.turns_left > 0 and len(self._open) < 12:
             talk.tokens = [*ask.tokens, *answer, *self.tokenizer.encode(TURN)]
             self._open.append(talk)
 
     def innocent(self, length: int, outputs: int) -> Ask:
-        """A request of somebody who wants nothing of us."""
+        """A request without chunks."""
         tokens = self._text(length)
         return Ask(
             "plain", (tokens * (length // len(tokens) + 1))[:length], {"chunk_cache": False}, None, outputs, None
@@ -162,7 +162,7 @@ class Traffic:
         return ask
 
     def _again(self, before: Ask) -> Ask:
-        """The same prompt, but something else is wanted of it: what one left behind must not reach the other."""
+        """The same prompt with other parameters. State that one request left must not reach the other."""
         salt = before.salt if self.random.random() < 0.8 else self._salt()
         if self.random.random() < 0.3:
             return Ask("plain", before.tokens, {"chunk_cache": False}, salt, self._outputs(), self._abort())
@@ -171,7 +171,7 @@ class Traffic:
         return Ask(_kind(ratio), before.tokens, params, salt, self._outputs(), self._abort())
 
     def _junk(self) -> Ask:
-        """Such a request is answered as if it had asked for nothing."""
+        """Invalid parameters. Such a request is answered as if it had none."""
         tokens = list(self.random.choice(self._systems))
         for _ in range(3):
             tokens += self._document()

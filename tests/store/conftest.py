@@ -11,7 +11,7 @@ from kvmosaic.store.remote import mooncake
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 
 DEADLINE_S = 10.0
-"""For tests that are not about deadlines, on machines that may be busy."""
+"""Deadline in tests that are not about deadlines, on machines that may be busy."""
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,8 @@ class _Kept:
 
 @pytest.fixture(scope="module")
 def one_mooncake_client() -> Iterator[None]:
-    """For tests that open many stores and are not about clients: each takes a second to close."""
+    """One client for tests that open many stores and are not about clients, because closing a client takes a
+    second."""
     clients: dict[RemoteUrl, Any] = {}
 
     def connect(library: Any, url: RemoteUrl, patience_s: float) -> _Kept:

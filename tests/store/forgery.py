@@ -1,4 +1,4 @@
-"""Files as somebody would write them who knows the format and can write to the store, but has no store key."""
+"""Files of an attacker who knows the format and can write to the store, but has no store key."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kvmosaic.core.entry import ChunkKV
 
 
 def fields_of(entry: ChunkKV) -> dict[str, Any]:
-    """What the header of ``entry`` says, but for the checksums."""
+    """Header fields of ``entry``, without the checksums."""
     kv_format = entry.format
     return {
         "format": "kvmosaic-entry-2",
@@ -36,7 +36,7 @@ def forged(
     kv: bytes | None = None,
     header: dict[str, Any] | None = None,
 ) -> bytes:
-    """A file for the key of ``entry`` in which everything that is not given is as it has to be, checksums included.
+    """A file for the key of ``entry`` in which everything that is not given is right, including checksums.
     ``header`` replaces parts of the header itself."""
     data = entry.data.contiguous().view(torch.uint8).numpy()
     said = fields_of(entry) | (fields or {})

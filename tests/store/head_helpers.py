@@ -1,4 +1,5 @@
-"""Engines of any tensor-parallel size, as the stores of their ranks, over one pool that keeps heads one by one."""
+"""Engines of any tensor-parallel size, represented by the stores of their ranks, over one pool that stores heads
+separately."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ def model_entry(number: int, heads: int = HEADS, **options: Any) -> ChunkKV:
 
 
 def of_share(entry: ChunkKV, own: HeadShare) -> ChunkKV:
-    """What a rank has of an entry of the whole model."""
+    """A rank's part of an entry of the whole model."""
     heads = own.heads
     data = entry.data[heads.first : heads.last + 1].clone()
     return ChunkKV(
@@ -55,7 +56,7 @@ def close(stores: list[ChunkStorageManager]) -> None:
 
 
 def fill(url: str, ranks: int, entries: list[ChunkKV]) -> None:
-    """As an engine of so many ranks fills chunks."""
+    """Store an entry as an engine of ``ranks`` ranks does."""
     heads = entries[0].format.heads
     stores = engine(url, ranks, heads)
     for rank, store in enumerate(stores):
@@ -70,7 +71,7 @@ def find(store: ChunkStorageManager, entry: ChunkKV) -> LookupResult:
 
 
 def results(url: str, ranks: int, entry: ChunkKV) -> list[LookupResult]:
-    """What each rank of an engine that was just started finds, checked against what it must be."""
+    """Look-up results of each rank of a new engine. Entries that are found are checked."""
     stores = engine(url, ranks, entry.format.heads)
     found = []
     for rank, store in enumerate(stores):
@@ -92,7 +93,7 @@ def head_name(entry: ChunkKV, head: int) -> str:
 
 
 class Raw:
-    """Takes a value as it is."""
+    """Receives a value unchanged."""
 
     def buffers_for(self, index: int, nbytes: int) -> list[Any]:
         self.value = np.empty(nbytes, np.uint8)

@@ -1,6 +1,6 @@
-"""What one process does with a store until somebody kills it: random operations, each checked where it is done.
+"""Random operations of one process on a store until it is killed. Each operation is checked at once.
 
-What the parent has to know survives the process, because it stands in a file that both have mapped (``Ledger``).
+Facts that the parent needs survive the process, because they are in a file that both have mapped (``Ledger``).
 """
 
 import math
@@ -22,8 +22,8 @@ from kvmosaic.store import ChunkStorageManager, open_store
 from tests.store.store_helpers import make_entry, same
 
 ENTRIES = 160
-"""Different entries: the first quarter is the first process's own, the second one the other's, all others are
-shared."""
+"""Number of different entries. The first quarter belongs to the first process, the second quarter to the other, and
+the rest is shared."""
 OWN = ENTRIES // 4
 HOST_ENTRIES = 80
 DEADLINE_MS = 2000
@@ -31,48 +31,48 @@ _ROWS = ("kept", "cleared", "gone", "held")
 
 
 class Ledger:
-    """What one process says of each entry, in a file that outlives it; times as of ``time.monotonic``."""
+    """Facts about each entry from one process, in a file that outlives it. Times are those of ``time.monotonic``."""
 
     def __init__(self, path: Path) -> None:
         size = len(_ROWS) * ENTRIES + 3
         if not path.exists():
             np.zeros(size).tofile(path)
-        self._all = np.asarray(np.memmap(path, np.float64, "r+", shape=(size,)))  # less slow than its subclass
+        self._all = np.asarray(np.memmap(path, np.float64, "r+", shape=(size,)))  # faster than its subclass
         rows = self._all[3:].reshape(len(_ROWS), ENTRIES)
         self.kept, self.cleared, self.gone, self.held = rows
-        """``kept``: when the store was asked that said it will last. ``cleared``: when the latest removal ended;
-        infinite while it goes on. ``gone``: when it was removed, 0 from before the next put. ``held``: likewise kept,
-        but only while it is also pinned."""
+        """``kept``: time at which the store was asked and said that the entry lasts. ``cleared``: time at which the
+        latest removal ended; infinite during a removal. ``gone``: time at which it was removed; 0 from before the
+        next put. ``held``: like ``kept``, but only while the entry is also pinned."""
 
     def count(self, operations: int, found: int, wrong: int) -> None:
-        """Add to what was done."""
+        """Add to the counts."""
         self._all[:3] += operations, found, wrong
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Operations, entries found, wrong ones among them."""
+        """Numbers of operations, of entries found, and of wrong ones among them."""
         operations, found, wrong = self._all[:3]
         return int(operations), int(found), int(wrong)
 
     def end(self) -> None:
-        """The process is gone: what it was about to remove may or may not be there."""
+        """Note that the process has ended. Entries that it was removing may or may not be there."""
         self.cleared[np.isinf(self.cleared)] = time.monotonic()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process's store keeps its entries."""
+    """Place of a process's entries."""
 
     root: Path
     disk: int | None
-    """Byte budget of the disk tier; without one there is none."""
+    """Byte budget of the disk tier; ``None``: no disk tier."""
     tenant: str
     has_quota: bool
-    """Whether the budget is this tenant's alone."""
+    """Whether the budget is a quota of this tenant."""
     remote: str | None
 
     def open(self) -> ChunkStorageManager:
-        """As engines do."""
+        """Open the store as engines do."""
         settings: dict[str, Any] = {"tenant": self.tenant, "host_memory": HOST_ENTRIES * self.entry(0).nbytes}
         if self.disk is not None:
             settings |= {"disk_path": self.root, "disk_space": self.disk}
@@ -82,7 +82,7 @@ class Place:
         return open_store(load_config(**settings))
 
     def entry(self, number: int) -> ChunkKV:
-        """Tiny ones, of three sizes."""
+        """A tiny entry, of one of three sizes."""
         return make_entry(number, tokens=2 + number % 3, tenant=self.tenant)
 
 
@@ -94,7 +94,7 @@ class Operations:
         self._ledger, self._who = ledger, who
         self._entries = [place.entry(number) for number in range(ENTRIES)]
         self._numbers = {entry.key: number for number, entry in enumerate(self._entries)}
-        # In a quota of their own, all are this process's; else all but the other one's.
+        # With a quota, all entries belong to this process; otherwise all except the other process's.
         others = range(OWN * (1 - who), OWN * (2 - who)) if not place.has_quota else ()
         self._usable = [number for number in range(ENTRIES) if number not in others]
         self._open = place.open
@@ -129,7 +129,7 @@ class Operations:
         self._store.close()
 
     def _any(self) -> int:
-        """Few are asked for often, as documents are."""
+        """A random entry. Few are popular, as with documents."""
         return self._usable[int(len(self._usable) * self._random.random() ** 3)]
 
     def _look_up(self) -> None:
@@ -144,7 +144,7 @@ class Operations:
         self._store.put(self._entries[number])
 
     def _fetch(self) -> None:
-        """Beside the others, as engines do."""
+        """Fetch in another thread, as engines do."""
         keys = [self._entries[self._any()].key for _ in range(4)]
         self._fetches.submit(self._store.fetch, keys)
 
@@ -152,7 +152,7 @@ class Operations:
         self._store.contains(self._entries[self._any()].key)
 
     def _pin(self) -> None:
-        """Also what nobody asks for, which would be the first to go."""
+        """Pin entries, including unpopular ones, which would be evicted first."""
         number = self._random.choice(self._usable)
         if number not in self._pins and len(self._pins) < 5:
             self._pins[number] = self._store.pin([self._entries[number].key])
@@ -167,7 +167,7 @@ class Operations:
         self._pins.pop(number).__exit__(None, None, None)
 
     def _hold(self) -> None:
-        """Whatever is pinned and lasts stays, however full it gets."""
+        """Check that pinned and lasting entries stay, however full the store is."""
         for number in self._pins:
             self._ledger.gone[number] = 0.0
             self._store.put(self._entries[number])
@@ -202,14 +202,14 @@ class Operations:
         self._store.flush()
 
     def _restart(self) -> None:
-        """An end as it should be; the pins end with the process."""
+        """Close and open the store again. Pins end with the process."""
         self.close()
         self._fetches = ThreadPoolExecutor(1)
         self._store = self._open()
 
 
 def operate(place: Place, ledger: Path, who: int, seed: int, count: int) -> None:
-    """What the process does; ``count`` operations, if it lives that long."""
+    """Entry point of the process: ``count`` operations, if it lives that long."""
     operations = Operations(place, Ledger(ledger), who, seed)
     operations.go_on(count)
     operations.close()

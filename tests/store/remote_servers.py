@@ -1,4 +1,4 @@
-"""Real servers on free ports of this machine, to be killed and started again."""
+"""Real servers on free ports of this machine, which tests kill and restart."""
 
 import atexit
 import os
@@ -22,12 +22,12 @@ print("ready", flush=True)
 time.sleep(3600)
 """
 CLIENT_TTL_S = 600
-"""How long a Mooncake master believes in a holder it does not hear of, and keeps what that has. On two busy cores a
-holder may get no time for several seconds."""
+"""Seconds for which a Mooncake master keeps a silent holder and its values. On two busy cores a holder may get no
+processor time for several seconds."""
 
 
 def need_mooncake() -> None:
-    """For tests that use its client."""
+    """Skip tests of Mooncake's client if it is missing."""
     if find_spec("mooncake") is None:
         missing("there is no package mooncake-transfer-engine-non-cuda")
     try:
@@ -53,12 +53,12 @@ def wait_for(port: int) -> None:
 
 
 class Process:
-    """A server that can be killed, stopped for a while, and started again in the same place."""
+    """A server that can be killed, stopped for a while, and restarted at the same address."""
 
     def __init__(self, command: list[str], folder: Path, port: int | None) -> None:
         self._command, self._folder, self._port = command, folder, port
         self.start()
-        atexit.register(self.kill)  # a test that fails may not get to it
+        atexit.register(self.kill)  # a failing test may not reach this
 
     def start(self) -> None:
         with open(self._folder / "log", "ab") as log:
@@ -112,7 +112,7 @@ class Valkey:
         self.server.kill()
 
     def start(self) -> None:
-        """It listens before it has read its file, and refuses calls until then."""
+        """Start the server. It listens before it has read its file, and refuses calls until then."""
         self.server.start()
         while self._is_persistent and b"LOADING" in self._ping():
             time.sleep(0.02)

@@ -1,9 +1,9 @@
 """Random operations of two processes on one store, which are killed all the time (`python -m tests.store.soak`).
 
-After each round a fresh process's view of the store is held against what the two said while they lived: what is
-found is what was put; what they were told lasts is there, unless it was removed or made room for others; what was
-removed is gone. Three kinds of rounds take turns: a directory with room for everything, which the two share; a
-directory in which each has a quota that is far too small; and a remote store, which is killed as well.
+After each round, a new process's view of the store is compared with the facts that the two recorded: found entries
+are those that were put, entries that were reported as lasting are there unless they were removed or evicted, and
+removed entries are gone. Three kinds of rounds alternate: a shared directory with room for everything; a directory in
+which each process has a quota that is far too small; and a remote store, which is also killed.
 """
 
 import itertools
@@ -30,10 +30,10 @@ from tests.store.store_helpers import same
 Kind = Literal["roomy", "tight", "remote"]
 MILLION = 10**6
 ROUND = 40_000
-"""Operations that a process would do if nobody killed it."""
+"""Number of operations that a process would do if it were not killed."""
 ROOM = 2**30
 TIGHT = 40_000
-"""Bytes: some 20 entries."""
+"""Bytes of about 20 entries."""
 BYSTANDER = "nobody touches this tenant's"
 
 _forks = multiprocessing.get_context("forkserver")
@@ -42,7 +42,7 @@ _forks.set_forkserver_preload(["tests.store.operations"])
 
 @dataclass
 class Outcome:
-    """What was done, and what was wrong with it."""
+    """Counts of operations and problems."""
 
     seed: int
     operations: int = 0
@@ -53,11 +53,11 @@ class Outcome:
     kept: int = 0
     """Entries that had to be there after a round."""
     wrong: int = 0
-    """Entries that were served and are not what was put."""
+    """Entries that were served and differ from those that were put."""
     lost: int = 0
     """Entries that had to be there and were not."""
     came_back: int = 0
-    """Entries that were removed and were there again."""
+    """Entries that came back after they were removed."""
     damaged: int = 0
     """Files that had to be set aside."""
     over_quota: int = 0
@@ -76,7 +76,7 @@ class Outcome:
 
 
 class Round:
-    """Two processes, one place."""
+    """Two processes over one place."""
 
     def __init__(
         self, kind: Kind, folder: Path, server: Valkey | None, outcome: Outcome, drawn: random.Random, most: int
@@ -98,7 +98,7 @@ class Round:
             with_room.close()
 
     def run(self) -> None:
-        """Start both, kill either now and then and start it again, and look at what is left."""
+        """Start both processes, kill and restart each of them from time to time, and check the store at the end."""
         running = [self._start(who) for who in range(2)]
         kills = self._random.randrange(6, 14)
         for _ in range(kills):
@@ -138,7 +138,8 @@ class Round:
         self._outcome.kills += process.exitcode == -signal.SIGKILL
 
     def _look_at_held(self, who: int) -> None:
-        """What was pinned and lasting when the process ended has to be there: nobody else may make room by it."""
+        """Check that entries which were pinned and lasting when the process ended are there: others may not evict
+        them."""
         ledger, place = Ledger(self._ledgers[who]), self._places[who]
         ledger.end()
         if self._kind == "tight":
@@ -152,7 +153,7 @@ class Round:
         ledger.held[:] = 0.0
 
     def _look(self) -> None:
-        """At everything, as a process would that starts now."""
+        """Check all entries, as a new process finds them."""
         ledgers = [Ledger(path) for path in self._ledgers]
         for who, (ledger, place) in enumerate(zip(ledgers, self._places, strict=True)):
             store = place.open()
@@ -166,7 +167,7 @@ class Round:
                     if kept and who == 0:
                         self._must_be_there(found is not None, f"kept, {number}")
                 is_own = self._kind == "tight" or number // OWN == who
-                # Nothing can be removed from a server that is not there.
+                # Nothing can be removed from a server that is down.
                 if is_own and ledger.gone[number] and found is not None and not self._server_died:
                     self._outcome.came_back += 1
                     self._outcome.notes.append(f"came back in a {self._kind} round: {number}")
@@ -182,7 +183,7 @@ class Round:
             self._outcome.found += found
             self._outcome.wrong += wrong
         self._outcome.damaged += sum(path.is_file() for path in (self._root / SET_ASIDE).rglob("*"))
-        # What killed writers left half done is removed after an hour, and never read.
+        # Half-written files of killed writers are removed after an hour, and never read.
         for path in (self._root / INCOMING).glob("*"):
             path.unlink()
 
@@ -194,7 +195,7 @@ class Round:
 
 
 def _wait_until_loaded(server: Valkey) -> None:
-    """It listens before it has read its data."""
+    """Wait for the server, which listens before it has read its data."""
     end = time.monotonic() + 30
     while not _has_loaded(server):
         assert time.monotonic() < end, "the server does not come back"
@@ -218,7 +219,7 @@ def soak(
     kinds: tuple[Kind, ...] | None = None,
     most: int = ROUND,
 ) -> Outcome:
-    """Rounds until there were as many operations. A process does no more than ``most``."""
+    """Run rounds until the number of operations is reached. A process does at most ``most`` operations."""
     outcome, drawn, begin = Outcome(seed), random.Random(seed), time.monotonic()
     has_server = bool(shutil.which("valkey-server") or shutil.which("redis-server"))
     kinds = kinds or (("roomy", "tight", "roomy", "tight", "remote") if has_server else ("roomy", "tight"))
@@ -241,7 +242,7 @@ def soak(
 
 
 def main() -> None:
-    """A million operations, or fewer where `make soak` is told to take less than half an hour."""
+    """A million operations, or fewer if `make soak` is to take less than half an hour."""
     share = min(1.0, float(os.environ.get("SOAK_MINUTES", 30)) / 30)
     outcome = soak(int(MILLION * share))
     print(outcome)

@@ -1,4 +1,4 @@
-"""Entries whose every byte follows from a number, and ways to compare them."""
+"""Entries whose bytes all follow from a number, and comparisons of them."""
 
 import torch
 
@@ -31,6 +31,7 @@ def make_entry(
 
 
 def same(a: ChunkKV, b: ChunkKV) -> bool:
-    """Bit for bit: random bytes hold NaNs, which ``torch.equal`` would call different."""
+    """Whether two entries are equal bit for bit. Random bytes contain NaNs, which ``torch.equal`` would call
+    different."""
     fields = (a.key, a.tokens, a.context, a.format) == (b.key, b.tokens, b.context, b.format)
     return fields and torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))

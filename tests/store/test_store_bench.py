@@ -1,4 +1,4 @@
-"""``kvmosaic bench store``, as a user runs it: what it prints, and that it leaves nothing behind."""
+"""``kvmosaic bench store``, as users run it: its output, and that it leaves nothing behind."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_rows_of_a_remote_tier(tier: RemoteTier, server: Valkey | Mooncake, tmp_
     for row in lookups:
         assert (row["lookup"], row["keys"]) == (server.kind, 2048)
         assert min(row["ratio"], row["ours_ms"], row["plain_ms"]) > 0
-    # Of the user's entries none was touched, and of its own none is left.
+    # None of the user's entries was touched, and none of its own is left.
     assert [info.key for info in tier.scan()] == [users.key]
     found = tier.get(users.key)
     assert found is not None

@@ -1,4 +1,4 @@
-"""What the store keeps in mind, and the memory of what it is about to write, have bounds."""
+"""The store's bookkeeping, and the memory of entries that wait to be written, are bounded."""
 
 import threading
 
@@ -37,7 +37,7 @@ def test_a_copy_that_is_met_again_is_not_the_oldest(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_believed_is_forgotten_with_its_job() -> None:
-    """Dropped before its turn, it leaves nothing behind that the next job of its key would inherit."""
+    """A job that is dropped before its turn leaves nothing behind for the next job of its key."""
     gate, written = threading.Event(), list[tuple[int, bool]]()
 
     def write(entry: ChunkKV, level: int, is_believed: bool) -> None:
@@ -56,7 +56,8 @@ def test_what_is_believed_is_forgotten_with_its_job() -> None:
 
 
 def test_the_queue_counts_pinned_memory_as_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out powers of two; queued from the start, or when the fastest tier lets go of it."""
+    """torch allocates powers of two. This holds for memory that is queued from the start, and for memory that the
+    fastest tier drops."""
     entries = [make_entry(number, tokens=33) for number in range(8)]
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     most, gate = 4 * taken_bytes(entries[0].data), threading.Event()

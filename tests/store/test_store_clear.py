@@ -1,4 +1,4 @@
-"""Clearing: at once in memory, later in slow tiers, and for good."""
+"""Clearing: at once in memory, later in slow tiers, and permanently."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ LONG_S = 20.0
 
 
 class GatedTier(SlowTier):
-    """A slow tier all of whose calls that change or list it wait for a gate."""
+    """A slow tier whose changing and listing calls wait for a gate."""
 
     def __init__(self, name: str = "disk", capacity: int | None = None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_a_clear_waits_for_no_slow_tier() -> None:
 
 @pytest.mark.parametrize("puts_again", [False, True])
 def test_a_write_that_a_clear_overtakes_is_void(puts_again: bool) -> None:
-    """What is put after the clear is written, also if it is the very same object."""
+    """Entries that are put after the clear are written, even if they are the same objects."""
     slow = GatedTier()
     store = ChunkStorageManager([HostTier(0), slow])
     slow.gate.clear()
@@ -103,7 +103,7 @@ def test_a_write_that_a_clear_overtakes_is_void(puts_again: bool) -> None:
 
 
 def test_an_entry_that_was_being_handed_down_does_not_come_back() -> None:
-    """Evicted from one slow tier, it is read to be written to the next when the clear comes."""
+    """The entry was evicted from one slow tier, and is being read for the next one when it is cleared."""
     near, far = GatedTier("disk", capacity=ONE), GatedTier("remote")
     store = ChunkStorageManager([HostTier(0), near, far])
     far.error = OSError("not yet")
@@ -112,7 +112,7 @@ def test_an_entry_that_was_being_handed_down_does_not_come_back() -> None:
     far.error = None
     near.gate.clear()
     before = near.calls
-    store.put(make_entry(2))  # takes the room of the first
+    store.put(make_entry(2))  # takes the first one's room
     until(lambda: near.calls > before)
     store.clear()
     near.gate.set()
@@ -138,7 +138,7 @@ def test_only_what_matches_is_void() -> None:
 
 
 def test_a_tier_that_fails_to_delete_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then it does not serve what was cleared, and is given nothing of the kind."""
+    """Until then it does not serve cleared entries, and is given none."""
     monkeypatch.setattr(clearing_module, "ERROR_SECONDS", 0.3)
     slow = GatedTier()
     store = ChunkStorageManager([HostTier(ONE), slow])
@@ -158,7 +158,7 @@ def test_a_tier_that_fails_to_delete_is_asked_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_equal_clears_are_due_once() -> None:
-    """An engine may be told to clear in every step while its disk is broken."""
+    """An engine may have to clear in every step while its disk is broken."""
 
     class Tenant:
         def owns(self, key: ChunkKey) -> bool:

@@ -1,4 +1,4 @@
-"""The device pool, on a pool of ordinary memory: it is the same code wherever the pool is."""
+"""The device pool, in ordinary memory. The code is the same wherever the pool is."""
 
 import random
 
@@ -12,7 +12,7 @@ ONE = DeviceTier(torch.empty(0, dtype=torch.uint8)).nbytes(make_entry(0))
 
 
 def test_random_use_never_overlaps_and_returns_every_byte() -> None:
-    """Entries of many sizes come and go; what is there is always what was put."""
+    """Entries of many sizes come and go, and stored ones always equal those that were put."""
     tier = DeviceTier(torch.empty(20 * ONE, dtype=torch.uint8))
     held = {}
     chance = random.Random(random.randrange(2**31))
@@ -36,7 +36,7 @@ def test_random_use_never_overlaps_and_returns_every_byte() -> None:
 
 
 def test_evicted_entries_are_demoted_as_they_were() -> None:
-    """An evicted entry's memory is used again at once; its copy below must not change with it."""
+    """An evicted entry's memory is reused at once, and its copy in the next tier must not change."""
     device = DeviceTier(torch.empty(3 * ONE, dtype=torch.uint8))
     store = ChunkStorageManager([device, HostTier(2**30)])
     entries = [make_entry(number) for number in range(12)]
@@ -54,7 +54,7 @@ def test_an_entry_found_below_is_handed_out_from_the_pool() -> None:
     store = ChunkStorageManager([DeviceTier(torch.empty(ONE, dtype=torch.uint8)), HostTier(2**30)])
     first, second = make_entry(1), make_entry(2)
     store.put(first)
-    store.put(second)  # takes the only place
+    store.put(second)  # takes the only room
     store.flush()
     found = store.lookup(first.key, first.tokens, first.context)
     assert found.tier == "host"

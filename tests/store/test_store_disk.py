@@ -131,7 +131,7 @@ def test_a_half_written_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.M
     def fail_halfway(folder: int, name: str, entry: ChunkKV, seal: Seal) -> None:
         with open(os.open(name, os.O_WRONLY | os.O_CREAT, dir_fd=folder), "wb") as file:
             file.write(b"half")
-        assert os.fstat(folder).st_dev == final.parent.stat().st_dev  # else it could not be moved in one step
+        assert os.fstat(folder).st_dev == final.parent.stat().st_dev  # otherwise it could not be moved in one step
         assert not final.exists()
         raise OSError(28, "No space left on device")
 
@@ -149,7 +149,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def check_damaged(root: Path, content: bytes) -> bool:
-    """Serve a damaged file, found on start or later; whether it was set aside."""
+    """Serve a damaged file that is found at start or later. Returns whether it was set aside."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     path = root / entry_path(ENTRY.key)
@@ -168,7 +168,7 @@ def check_damaged(root: Path, content: bytes) -> bool:
     assert aside == [content]
     assert not path.exists()
     assert not store.contains(ENTRY.key)
-    # The same file met on start is never served either.
+    # The same file is not served either if it is found at start.
     path.write_bytes(content)
     store = ChunkStorageManager([HostTier(PLENTY), DiskTier(root, PLENTY)])
     assert store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context).entry is None
@@ -213,7 +213,7 @@ def test_truncated_or_longer_files_are_set_aside(tmp_path: Path, intact: bytes, 
 
 
 def test_foreign_files(tmp_path: Path, intact: bytes) -> None:
-    """Not ours by content, ours but of another key, and one that merely lives in the same directory."""
+    """A file with foreign content, one of another key, and one that is merely in the same directory."""
     root = tmp_path / "store"
     save_file({"kv": torch.zeros(3)}, tmp_path / "x")
     assert check_damaged(root, (tmp_path / "x").read_bytes())
@@ -257,7 +257,7 @@ def test_stale_temporary_files_are_removed_on_start(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The tenant's folder is a file, so nothing below it can be made; later it can."""
+    """The tenant's folder is a file, so nothing can be created below it until it is removed."""
     store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
     (tmp_path / "default").touch()
     assert store.put(ENTRY)
@@ -281,5 +281,5 @@ def test_24_mb_entry_is_read_and_verified_quickly(tmp_path: Path) -> None:
         start = time.perf_counter()
         assert tier.get(entry.key) is not None
         times.append(time.perf_counter() - start)
-    # About 7 ms on two slow cores; a copy too many or a slower hash would show even on a busy machine.
+    # About 7 ms on two slow cores. One more copy, or a slower hash, would show even on a busy machine.
     assert min(times) < 0.05

@@ -93,7 +93,7 @@ def test_keeps_to_the_budget_and_never_names_a_pinned_key(
 def test_an_eviction_costs_the_same_however_many_keys_are_pinned(
     pinned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in hashes of keys: each one looked at costs one."""
+    """The cost is counted in hashes of keys, one for each key that is looked at."""
     one = make_entry(0, tokens=1).nbytes
     store = ChunkStorageManager([HostTier((pinned + 20) * one)])
     entries = [make_entry(number, tokens=1) for number in range(pinned + 220)]
@@ -107,13 +107,13 @@ def test_an_eviction_costs_the_same_however_many_keys_are_pinned(
     with store.pin([entry.key for entry in entries[:pinned]]):
         for entry in entries[: pinned + 20]:
             assert store.put(entry)
-        store.put(entries[pinned + 20])  # which meets the pinned ones, once
+        store.put(entries[pinned + 20])  # which finds the pinned ones, once
         monkeypatch.setattr(ChunkKey, "__hash__", counted)
         for entry in entries[pinned + 21 :]:
             assert store.put(entry)
     assert store.get_stats()["evictions"] == 200
     assert all(store.contains(entry.key) for entry in entries[:pinned])
-    assert hashes < 200 * 60 + 20 * pinned  # the latter when they are unpinned and asked for
+    assert hashes < 200 * 60 + 20 * pinned  # the latter once they are unpinned and used
 
 
 def test_beats_lru_when_scans_are_mixed_in() -> None:

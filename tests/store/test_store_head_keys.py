@@ -1,4 +1,4 @@
-"""Which heads a rank holds and writes, and what heads are called in a remote store."""
+"""The heads that a rank holds and writes, and their names in a remote store."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_keys_are_told_apart_and_read_back(key: HeadPoolKey, other: HeadPoolKey)
     assert (str(other) == name) == (other == key)
     assert names_of(key.entry_key) == [name]
     assert group_of(name) == group_of(str(key._replace(head=0)))
-    # Never that of an entry whose heads are stored together, not even of a rank that has just this head.
+    # It is never the name of an entry whose heads are stored together, even if a rank has just this head.
     together = remote_key(replace(key.entry_key, heads=f"{key.head}-{key.head}of{key.heads}"))
     assert together != name
     assert group_of(together) == group_of(name)
@@ -51,7 +51,7 @@ def test_names_that_are_no_heads(part: str) -> None:
     st.sampled_from([1, 2, 4, 8, 16, 64]), st.sampled_from([1, 2, 4, 8, 16, 64]), st.binary(min_size=16, max_size=16)
 )
 def test_every_head_has_an_owner_and_one_writer(heads: int, ranks: int, content: bytes) -> None:
-    """As vLLM spreads them: consecutive heads, replicas next to one another."""
+    """Heads are spread as in vLLM: consecutive heads, replicas next to each other."""
     shares = [HeadShare.of_rank(rank, ranks, heads, LAYERS) for rank in range(ranks)]
     owned = [head for own in shares for head in range(own.heads.first, own.heads.last + 1)]
     assert owned == sorted(list(range(heads)) * max(1, ranks // heads))

@@ -1,4 +1,5 @@
-"""Entries stored head by head: written by engines of one tensor-parallel size, read by those of another."""
+"""Entries that are stored head by head, written by engines of one tensor-parallel size and read by those of
+another."""
 
 from dataclasses import replace
 from itertools import product
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_mooncake_client")
 SIZES = (1, 2, 4, 8, 16)
 PAIRS = list(product(SIZES, SIZES))
 FEW_PAIRS = [(writers, readers) for writers, readers in PAIRS if writers * readers <= 16]
-"""For Mooncake: its clients take their time to connect and to go, and there is one for each rank."""
+"""Fewer cases for Mooncake, because there is a client for each rank, and clients connect and disconnect slowly."""
 on_valkey = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 on_mooncake = pytest.mark.parametrize("server", ["mooncake"], indirect=True)
 same_tier = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
@@ -108,7 +109,7 @@ def test_a_latent_is_one_head_on_every_rank(
 
 
 def test_one_of_several_holders_writes_a_head(tier: RemoteTier, server: Valkey | Mooncake) -> None:
-    """Whoever does not write is not told that the entry is lacking, either."""
+    """The ranks that do not write do not count the entry as missing."""
     entry, wrote = model_entry(1), []
     for rank in (0, 1):
         own = share(rank, 16)
@@ -151,16 +152,16 @@ def test_one_bad_head_is_a_counted_miss_for_those_who_need_it(
     assert stats["corrupt_set_aside"] == (reason is MissReason.CORRUPT)
     assert name not in names(tier)
     assert len(names(tier)) == HEADS - 1
-    # Those who do not need it do not notice; those who do, find nothing and no trace of it.
+    # Ranks that do not need it do not notice. Ranks that need it find neither the entry nor a trace of it.
     assert [result.entry is not None for result in results(server.url, 4, entry)] == [True, True, False, True]
-    # Filled anew by those who lacked it, it is whole again, for all.
+    # Once the ranks that lacked it have filled it again, it is complete for all.
     assert store.put(mine)
     store.close()
     assert all(result.entry is not None for result in results(server.url, 1, entry))
 
 
 def test_sound_heads_of_different_entries_are_no_entry(tier: RemoteTier, server: Valkey | Mooncake) -> None:
-    """What a collision of hashes would bring about, or two engines that only think they agree on a format."""
+    """This could result from a hash collision, or from two engines that wrongly assume the same format."""
     for other in (model_entry(1, dtype=torch.float32), model_entry(1, k_dim=5, v_dim=3)):
         entry = model_entry(1)
         fill(server.url, 1, [entry])
@@ -188,7 +189,7 @@ def test_other_dtypes_models_tenants_and_layers_find_nothing(tier: RemoteTier, s
         replace(mine, heads="all"),
     ):
         assert store.lookup(other, entry.tokens, entry.context).reason is MissReason.NEW
-        # And if somebody copies values to such names, they say whose they are.
+        # Values that are copied to such names still say which key they belong to.
         for name, value in zip(names_of(other), values_of(of_share(entry, share(0, 1)), Seal()), strict=False):
             plant(tier, name, b"".join(value()))
         fresh = opened(server.url, share(0, 1))
@@ -222,7 +223,7 @@ def test_many_chunks_and_heads_take_few_calls(
     found = [store.lookup(entry.key, entry.tokens, entry.context, absent=absent) for entry in entries]
     assert [result.entry is not None for result in found] == [True] + 39 * [False]
     assert made.count("get_into") == 1
-    assert len(made) <= 4  # Mooncake's has to find out the sizes first
+    assert len(made) <= 4  # Mooncake's client has to ask for the sizes first
     store.close()
 
 
@@ -252,7 +253,7 @@ def fetch_with_damage(tier: RemoteTier, server: Valkey | Mooncake, data: st.Data
     reader = opened(server.url, share(0, 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(tier._client), "read_at_once_bytes", data.draw(st.sampled_from([0, 2000, 10**6])))
-        reader.fetch([entries[0].key])  # with which the format is known
+        reader.fetch([entries[0].key])  # after which the format is known
         reader._stack.tiers[0].delete(entries[0].key)
         ruined = []
         for entry, state in zip(entries, states, strict=True):
@@ -273,7 +274,7 @@ def fetch_with_damage(tier: RemoteTier, server: Valkey | Mooncake, data: st.Data
 
 
 def test_a_start_lists_what_each_rank_can_read(tier: RemoteTier, server: Valkey | Mooncake) -> None:
-    """With all else that is stored, together or head by head, listed once."""
+    """All other entries, stored together or head by head, are listed once."""
     complete, partial_, whole = model_entry(1), model_entry(2), make_entry(3)
     fill(server.url, 1, [complete, partial_])
     tier._client.delete([head_name(partial_, 6)])

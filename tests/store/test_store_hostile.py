@@ -1,4 +1,4 @@
-"""Whoever can write to a store can waste a lookup, and nothing else: not time, not memory, not other requests' KV."""
+"""Attackers who can write to a store can waste a lookup, but no time, no memory and no other requests' KV."""
 
 import json
 import os
@@ -25,9 +25,9 @@ from kvmosaic.store.tiers.disk import INCOMING, SET_ASIDE, entry_path
 PLENTY = 2**30
 ENTRY = make_entry(3)
 MEMORY = 8 * 2**20
-"""Bytes that a lookup of a hostile file may take, for a moment."""
+"""Maximum bytes that a lookup of a hostile file may use temporarily."""
 LINES = 200_000
-"""Of Python that it may run: a hundred times what it does."""
+"""Maximum number of lines of Python that it may run: a hundred times the usual number."""
 
 HEADERS: dict[str, dict[str, Any]] = {
     "a billion layers": {"layers": str(10**9)},
@@ -58,7 +58,8 @@ def planted(root: Path, content: bytes, key: ChunkKey = ENTRY.key) -> Path:
 
 
 def cheaply_found(store: ChunkStorageManager, entry: ChunkKV) -> Any:
-    """A lookup that may neither take memory nor time, the latter counted in lines: a busy machine has no clock."""
+    """A lookup that must use little memory and time. Time is counted in lines, because clocks are unreliable on a
+    busy machine."""
     import sys
 
     lines = 0
@@ -123,24 +124,25 @@ def test_what_is_no_header_costs_nothing(tmp_path: Path, text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kv", "fields"),
+    ("tokens", "context", "kv", "fields"),
     [
-        (16, 2**41, {}),
-        (16, 2**26, {}),
-        (2**26, 256, {}),
-        (16, 2**41, {"layers": str(2**19), "k_dim": str(2**18 - 5)}),  # which is as much as it claims
+        (16, 4, 2**41, {}),
+        (16, 4, 2**26, {}),
+        (2**26, 4, 256, {}),
+        (16, 2**27, 256, {}),
+        (16, 4, 2**41, {"layers": str(2**19), "k_dim": str(2**18 - 5)}),  # which is as much as it claims
     ],
-    ids=["a terabyte of KV", "some KV", "tokens", "a format of a terabyte"],
+    ids=["a terabyte of KV", "some KV", "tokens", "context", "a format of a terabyte"],
 )
 def test_a_file_that_claims_too_much_is_not_read(
-    tmp_path: Path, tokens: int, kv: int, fields: dict[str, str]
+    tmp_path: Path, tokens: int, context: int, kv: int, fields: dict[str, str]
 ) -> None:
-    """A file with a hole: it takes no room on disk, and would take all memory."""
+    """A file with a hole takes no room on disk, but would take all memory."""
     store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
-    ends = [tokens, tokens + 4, tokens + 4 + kv]
+    ends = [tokens, tokens + context, tokens + context + kv]
     header = {
         "tokens": {"dtype": "I32", "shape": [tokens // 4], "data_offsets": [0, ends[0]]},
-        "context": {"dtype": "I32", "shape": [1], "data_offsets": [ends[0], ends[1]]},
+        "context": {"dtype": "I32", "shape": [context // 4], "data_offsets": [ends[0], ends[1]]},
         "kv": {"dtype": "BF16", "shape": [2, kv // 4 if fields else 64], "data_offsets": [ends[1], ends[2]]},
     }
     content = forged(ENTRY, fields, header=header)
@@ -181,7 +183,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_an_entry_of_another_format_is_never_returned(tmp_path: Path, other: str) -> None:
-    """A sound one, under the very key: in memory and on disk."""
+    """A valid entry, under the same key, in memory and on disk."""
     wrong = OTHERS[other]
     assert wrong.key == ENTRY.key
     writer = open_store(load_config(disk_path=tmp_path, host_memory=PLENTY))
@@ -221,7 +223,7 @@ def folder(path: Path) -> None:
 
 
 def a_socket(path: Path) -> None:
-    here = os.open(path.parent, os.O_PATH)  # names of sockets are short
+    here = os.open(path.parent, os.O_PATH)  # names of sockets have to be short
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(f"/proc/self/fd/{here}/{path.name}")
@@ -273,7 +275,7 @@ def test_what_is_no_file_in_place_of_an_entry(
 def test_a_writer_replaces_what_is_no_file(
     tmp_path: Path, make: Callable[[Path], None], in_time: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    """Without having read it before; a folder stays, as a failed write."""
+    """The writer has not read it before. A folder stays there, and the write fails."""
     path = tmp_path / entry_path(ENTRY.key)
     path.parent.mkdir(parents=True)
     make(path)
@@ -293,7 +295,7 @@ def test_a_writer_replaces_what_is_no_file(
 def test_what_stands_in_place_of_our_folders_leads_nowhere(
     tmp_path: Path, name: str, make: Callable[[Path], None], in_time: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    """``folder``: a link to a folder of somebody's, with a file in it that is old."""
+    """``folder``: a link to a foreign folder that contains an old file."""
     root, theirs = tmp_path / "store", tmp_path / "theirs"
     root.mkdir()
     theirs.mkdir()
@@ -322,7 +324,7 @@ def test_what_stands_in_place_of_our_folders_leads_nowhere(
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_linked_folder_is_neither_read_nor_deleted_from(tmp_path: Path, depth: int) -> None:
-    """It leads to another store, with an entry that would be as good as any."""
+    """The link leads to another store with a valid entry."""
     root, theirs = tmp_path / "store", tmp_path / "theirs"
     for folder_ in (root, theirs):
         folder_.mkdir()
@@ -358,7 +360,7 @@ def test_the_directory_itself_may_be_a_link(tmp_path: Path) -> None:
 
 
 def test_files_are_this_users_alone(tmp_path: Path) -> None:
-    """Also in folders that an earlier release made for everybody."""
+    """This includes folders that an earlier release made accessible to all users."""
     root = tmp_path / "new" / "store"
     before = os.umask(0)
     try:
@@ -381,7 +383,7 @@ def test_files_are_this_users_alone(tmp_path: Path) -> None:
 
 
 def test_a_name_cannot_stand_for_a_billion_heads(tmp_path: Path) -> None:
-    """Listed from disk or remote, it would be taken apart into as many names."""
+    """Otherwise such a name, listed from disk or a remote store, would be split into as many names."""
     text = str(ENTRY.key).replace("@all@", "@0-999999998of999999999L0-1@")
     with pytest.raises(ValueError, match="not a chunk key"):
         ChunkKey.parse(text)
@@ -394,7 +396,7 @@ def test_a_name_cannot_stand_for_a_billion_heads(tmp_path: Path) -> None:
 
 
 def test_forgery_is_faithful(tmp_path: Path) -> None:
-    """Else nothing above would prove anything."""
+    """Otherwise the tests above would prove nothing."""
     planted(tmp_path, forged(ENTRY))
     found = DiskTier(tmp_path, PLENTY).get(ENTRY.key)
     assert found is not None

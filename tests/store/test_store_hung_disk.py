@@ -1,4 +1,4 @@
-"""A disk that hangs, comes back, or is full: no put and no look-up waits for it, and what is lost is counted."""
+"""A disk that hangs, recovers, or is full: no put and no look-up waits for it, and lost entries are counted."""
 
 import os
 import resource
@@ -23,18 +23,18 @@ from kvmosaic.store.tiers.disk import DiskTier
 ONE = make_entry(0).nbytes
 DEADLINE_S = 0.3
 LONG_S = 20.0
-"""A test that waits so long has found somebody who waits for ever."""
+"""Seconds after which a test concludes that something waits forever."""
 
 
 class HungDisk(DiskTier):
-    """Every call waits while it hangs, as in a file system whose server is gone."""
+    """A disk whose calls all wait while it hangs, as in a file system whose server is gone."""
 
     hanging = threading.Event()
     back = threading.Event()
     waiting: ClassVar[set[int]] = set()
 
     def _wait(self) -> None:
-        waiting, me = type(self).waiting, threading.get_ident()  # of this test, also when the next has begun
+        waiting, me = type(self).waiting, threading.get_ident()  # of this test, even if the next one has begun
         if self.hanging.is_set():
             waiting.add(me)
             self.back.wait()
@@ -67,7 +67,7 @@ class HungDisk(DiskTier):
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    """Has the disk hang or come back."""
+    """Let the disk hang or recover."""
 
     def set_hanging(is_hanging: bool) -> None:
         if is_hanging:
@@ -80,7 +80,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     monkeypatch.setattr(open_module, "DiskTier", HungDisk)
     monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.1)
     monkeypatch.setattr(breaker_module, "LONGEST_PAUSE_S", 0.1)
-    monkeypatch.setattr(guarded.GuardedTier.__init__, "__defaults__", (DEADLINE_S,))
+    monkeypatch.setattr(guarded, "DEADLINE_S", DEADLINE_S)
     HungDisk.waiting = set()
     yield set_hanging
     set_hanging(False)
@@ -91,7 +91,7 @@ def opened(path: Path, host: int = 4 * ONE) -> ChunkStorageManager:
 
 
 def in_time(function: Callable[[], Any]) -> Any:
-    """What ``function`` returns, in a thread that is left behind if it never does."""
+    """The result of ``function``, called in a thread that is abandoned if it never returns."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
     thread.start()
@@ -108,7 +108,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_hung_disk_stops_nobody(tmp_path: Path, hang: Callable[[bool], None]) -> None:
-    """Whatever an engine's step calls; and what is asked for after the first deadline is answered at once."""
+    """This holds for everything that an engine's step calls. Calls after the first deadline return at once."""
     store = opened(tmp_path)
     store.put(make_entry(0))
     store.flush()
@@ -151,7 +151,7 @@ def test_the_disk_comes_back(tmp_path: Path, hang: Callable[[bool], None], caplo
         hang(True)
         assert in_time(lambda: store.put(make_entry(10 + len(caplog.records))))
         until(lambda: not store._stack.tiers[-1].is_up)
-        # Nothing is tried while the calls that hang may still do something.
+        # Nothing is tried while hanging calls may still have an effect.
         waiting = set(HungDisk.waiting)
         time.sleep(0.5)
         assert HungDisk.waiting == waiting
@@ -187,10 +187,26 @@ def test_what_the_queue_has_no_room_for_is_counted(tmp_path: Path, hang: Callabl
     store.close()
 
 
+@pytest.mark.parametrize("host", [ONE // 2, 2 * ONE], ids=["too little memory", "evictions"])
+def test_nobody_waits_for_room_in_the_queue(
+    tmp_path: Path, hang: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, host: int
+) -> None:
+    """Not even until the disk's deadline is over, which is 30 seconds of an engine's step."""
+    monkeypatch.setattr(guarded, "DEADLINE_S", 1000.0)
+    store = opened(tmp_path, host)
+    store._stack.writer._max_bytes = 3 * ONE
+    hang(True)
+    assert in_time(lambda: [store.put(make_entry(number)) for number in range(50)])
+    assert store._stack.tiers[-1].is_up
+    assert store.get_stats()["dropped_writes"] > 0
+    hang(False)
+    store.close()
+
+
 def test_a_start_with_a_hung_disk(
     tmp_path: Path, hang: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine starts without what is on disk, and knows of it when the disk is back."""
+    """The engine starts without the entries on disk, and learns of them when the disk is back."""
     entry = make_entry(1)
     DiskTier(tmp_path, 2**30).put(entry)
     hang(True)
@@ -244,7 +260,7 @@ def test_a_store_that_ends_before_the_disk_is_back_says_what_it_could_not_clear(
 
 
 def test_a_hung_call_blocks_no_other_key(tmp_path: Path, hang: Callable[[bool], None]) -> None:
-    """Asked for right when it hangs, by one thread; meanwhile others use what is in memory."""
+    """One thread asks for a key just when the disk hangs. Meanwhile others use entries in memory."""
     store = opened(tmp_path)
     store.put(make_entry(0))
     store.flush()
@@ -261,7 +277,7 @@ def test_a_hung_call_blocks_no_other_key(tmp_path: Path, hang: Callable[[bool], 
 
 
 def test_a_full_disk_is_still_read(tmp_path: Path) -> None:
-    """Full for real, as far as this process goes: no file may grow beyond what the first one has."""
+    """The disk is really full for this process: no file may grow beyond the size of the first one."""
     store = opened(tmp_path)
     store.put(make_entry(0))
     store.close()

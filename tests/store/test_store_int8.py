@@ -1,5 +1,5 @@
-"""Entries in 8 bits in every tier: the same bytes come back, they are about half as many, and neither kind of engine
-is ever served the other kind's entries."""
+"""Entries in 8 bits in every tier: the same bytes come back, they are about half as many, and no engine is served
+entries of the other kind."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_twice_as_many_documents_fit_into_memory() -> None:
             store.put(pair[kind])
         held.append(len(list(store.scan())))
     assert held[0] == 10
-    assert held[1] == 19  # 20 less the scales
+    assert held[1] == 19  # 20 minus the scales
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_an_entry_in_8_bits_is_no_hit_for_an_exact_key(stores: list[ChunkStorage
 
 
 def test_bytes_of_the_other_kind_under_a_key_are_refused(tmp_path: Path) -> None:
-    """A sound file, whose key says something else."""
+    """The file is valid, but its key names the other kind."""
     exact, small = make_pair(1)
     check = EntryCheck(format=exact.format)
     for right, wrong in ((exact, small), (small, exact)):
@@ -136,7 +136,7 @@ def test_bytes_of_the_other_kind_under_a_key_are_refused(tmp_path: Path) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(forged(wrong, {"key": str(right.key)}))
         with pytest.raises(CorruptEntryError):
-            DiskTier(tmp_path, PLENTY).get(right.key)  # also for a reader that knows no format
+            DiskTier(tmp_path, PLENTY).get(right.key)  # also for a reader without a format
         path.write_bytes(forged(wrong, {"key": str(right.key)}))
         store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY, check=check)], exact.format)
         assert store.lookup(right.key, right.tokens, right.context).reason == MissReason.CORRUPT
@@ -151,8 +151,8 @@ def test_bytes_of_the_other_kind_under_a_key_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("said", ["int8", "int8x64"])
 @pytest.mark.parametrize("knows_format", [True, False])
 def test_long_rows_with_one_scale_are_never_read(tmp_path: Path, said: str, knows_format: bool) -> None:
-    """Long rows once had a single scale. Such files may still be there, under keys that are asked for no longer; they
-    are no entries even under the keys of today."""
+    """Long rows once had a single scale. Such files may still exist, under keys that are not used any more. Under
+    today's keys they are no entries."""
     exact, small = make_pair(1, heads=1, dims=(128, 128))
     old_key = replace(small.key, fingerprint="f0.int8")
     old_bytes = bytes(3 * (TOKENS * 256 + 2 * 2 * 52))
@@ -167,7 +167,7 @@ def test_long_rows_with_one_scale_are_never_read(tmp_path: Path, said: str, know
             store.close()
         with pytest.raises(CorruptEntryError):
             DiskTier(tmp_path, PLENTY, check=check).get(key)
-    path.write_bytes(forged(small))  # so it is nothing else that was refused
+    path.write_bytes(forged(small))  # so nothing else was refused
     read = DiskTier(tmp_path, PLENTY, check=check).get(small.key)
     assert read is not None
     assert same(read, small)
@@ -188,7 +188,7 @@ def test_exact_entries_are_written_as_by_earlier_releases(tmp_path: Path) -> Non
     DiskTier(tmp_path, PLENTY).put(exact)
     with safe_open(tmp_path / entry_path(exact.key), "pt") as file:
         assert "numbers" not in file.metadata()
-    assert "int8" not in repr(exact.format)  # fingerprints are made of it
+    assert "int8" not in repr(exact.format)  # fingerprints contain it
 
 
 @pytest.mark.parametrize("change", [{"numbers": "int4"}, {"numbers": ""}, {"numbers": "int8x64"}])
@@ -228,7 +228,7 @@ def test_heads_are_read_at_other_tensor_parallel_sizes(server: Valkey | Mooncake
     fill(server.url, writers, [small])
     assert all(result.entry is not None for result in results(server.url, readers, small))
     assert all(result.entry is None for result in results(server.url, readers, exact))
-    # A rank's slice reads as the rank's rows, so scales were cut with the heads.
+    # A rank's slice gives the rank's rows, so scales were split with the heads.
     mine = share(1, readers)
     store = opened(server.url, mine)
     entry = found(store, of_share(small, mine))

@@ -1,4 +1,4 @@
-"""Entries stored some layers at a time: written at one pipeline-parallel size, read at another."""
+"""Entries that are stored some layers at a time, written at one pipeline-parallel size and read at another."""
 
 from dataclasses import replace
 from itertools import product
@@ -23,14 +23,14 @@ from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 
 HEADS, LAYERS = 4, 12
 SIZES = (1, 2, 3, 6)
-"""Pipeline stages."""
+"""Numbers of pipeline stages."""
 LEAST = 2
-"""Layers of the shortest stage, and so those that all engines store together."""
+"""Number of layers of the shortest stage, which all engines store together."""
 on_valkey = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 
 
 def stages(count: int, ranks: int = 1, together: int | None = LEAST) -> list[HeadShare]:
-    """The shares of an engine with so many stages, each of so many tensor-parallel ranks."""
+    """The shares of all ranks of an engine, from its numbers of stages and of tensor-parallel ranks per stage."""
     per_stage = LAYERS // count
     return [
         HeadShare.of_rank(rank, ranks, HEADS, per_stage, stage * per_stage).cut(together)
@@ -46,7 +46,7 @@ def windowed_entry(number: int, tails: WindowTails, tokens: int) -> ChunkKV:
 
 
 def of_share(entry: ChunkKV, own: HeadShare) -> ChunkKV:
-    """What a rank has of an entry of the whole model."""
+    """A rank's part of an entry of the whole model."""
     heads = own.heads
     mine = entry.of_layers(heads.first_layer, heads.last_layer)
     return replace(
@@ -95,7 +95,8 @@ def test_bytes_written_at_one_size_are_read_at_another(
 
 @on_valkey
 def test_a_stage_finds_what_others_store_in_the_same_layers(tier: RemoteTier, server: Valkey) -> None:
-    """Two stages store all their layers together unless they are told otherwise, and one stage can do likewise."""
+    """By default, each of two stages stores all its layers together. An engine of one stage can store them in the
+    same parts."""
     entry = windowed_entry(1, WHOLE, 5)
     two, [one] = stages(2, together=None), stages(1, together=6)
     assert [str(own.heads) for own in (*two, one)] == ["0-3of4L0-5", "0-3of4L6-11", "0-3of4L0-11by6"]
@@ -140,7 +141,7 @@ def test_layers_of_different_entries_are_no_entry(tier: RemoteTier, server: Valk
     store = opened(server.url, one, entry)
     assert store.put(of_share(entry, one))
     close([store])
-    # The first two layers of another format, under the name of these.
+    # The first two layers of another format, under the name of this one.
     lying = replace(of_share(other, one), key=of_share(entry, one).key)
     place = open_remote_tier(server.url, 10)
     place.put(lying)

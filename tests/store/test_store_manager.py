@@ -1,4 +1,4 @@
-"""The manager over host memory and disk: semantics, one by one."""
+"""The manager over host memory and disk: each rule in a test."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ def two_tiers(path: Path, host: int = PLENTY, disk: int = PLENTY) -> ChunkStorag
 
 
 class SlowTier(Tier):
-    """A slower tier in memory whose writes wait for a gate and can be made to fail."""
+    """A slower tier in memory, whose writes wait for a gate and can be made to fail."""
 
     name = "disk"
 
@@ -238,7 +238,8 @@ def test_what_is_queued_can_be_looked_up_and_writes_are_not_waited_for() -> None
 
 
 def test_a_full_queue_makes_nobody_wait() -> None:
-    """What host memory holds anyway may wait as long as it likes; of what it loses, some is dropped and counted."""
+    """Entries that host memory holds anyway may wait without limit. Some of those that it evicts are dropped and
+    counted."""
     slow = SlowTier()
     store = ChunkStorageManager([HostTier(3 * ONE), slow])
     store._stack.writer._max_bytes = 2 * ONE
@@ -253,7 +254,7 @@ def test_a_full_queue_makes_nobody_wait() -> None:
 
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_put_asks_no_slow_tier(is_far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine's step puts, with a lock held. Only the writer may wait for an answer."""
+    """An engine's step calls put with a lock held. Only the writer may wait for an answer."""
     slow, asked_by = SlowTier(), set[threading.Thread]()
     slow.is_far = is_far
     slow.gate.set()
@@ -298,7 +299,7 @@ def test_failing_writes_are_counted_and_logged_once_until_they_work(caplog: pyte
 
 
 def test_an_entry_that_arrives_during_a_lookup_is_not_forgotten() -> None:
-    """Else it would stay in memory outside every budget."""
+    """Otherwise it would stay in memory without counting towards a budget."""
     host = HostTier(PLENTY)
     store = ChunkStorageManager([host])
     entry = make_entry(1)
@@ -330,7 +331,7 @@ def test_clear_forgets_everything_everywhere(tmp_path: Path) -> None:
 
 
 def test_memory_is_emptied_and_the_disk_keeps_its_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are still on their way there."""
+    """This includes entries that are still being written there."""
     store, may_write = two_tiers(tmp_path, host=9 * ONE), threading.Event()
     put = DiskTier.put
 
@@ -366,7 +367,7 @@ def test_a_clear_lets_go_of_kept_entries(tmp_path: Path) -> None:
     store.put(make_entry(6))
     assert store.peek(make_entry(6).key) is not None
     assert store.peek(kept[1].key) is not None
-    store.put(kept[0])  # as new, and not kept any more
+    store.put(kept[0])  # as new, and no longer protected
     for number in range(7, 12):
         store.put(make_entry(number))
     assert store.peek(kept[0].key) is None
@@ -427,7 +428,7 @@ def test_open_store_follows_the_configuration(tmp_path: Path) -> None:
 def test_a_damaged_file_that_cannot_be_moved_does_not_block_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory became read-only: the entry must still be kept in host memory."""
+    """If the directory has become read-only, the entry must still be kept in host memory."""
     entry = make_entry(1)
     writer = two_tiers(tmp_path)
     writer.put(entry)
@@ -447,7 +448,7 @@ def _refuse(*args: object, **folders: object) -> None:
 
 
 class UnreachableTier(HostTier):
-    """A tier whose place cannot be reached."""
+    """A tier that cannot be reached."""
 
     def put(self, entry: ChunkKV) -> int:
         raise OSError("unreachable")
@@ -465,7 +466,7 @@ def test_a_tier_that_is_down_from_the_start_stops_nobody() -> None:
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("CUDA error: out of memory")])
 def test_memory_that_cannot_be_had_is_a_write_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says so in its own way, and an engine's step must not end with it."""
+    """torch raises its own error for it, which must not end an engine's step."""
 
     def fail(*args: object) -> None:
         raise error
@@ -501,7 +502,7 @@ def test_a_pipe_named_like_an_entry_is_passed_over(tmp_path: Path) -> None:
     assert not list(two_tiers(tmp_path).scan())
 
 
-# --- what is known of entries, and what is done to single ones
+# --- facts about entries, and operations on single ones
 
 
 def test_age_hits_and_kind_are_known_and_what_files_tell_outlives_a_process(tmp_path: Path) -> None:
@@ -551,7 +552,7 @@ def test_single_entries_are_removed_from_all_tiers_others_stay(tmp_path: Path) -
     for number in range(4):
         store.put(make_entry(number))
     store.keep([make_entry(0).key])
-    store.remove([make_entry(0).key, make_entry(3).key, make_entry(9).key])  # some still on their way to the disk
+    store.remove([make_entry(0).key, make_entry(3).key, make_entry(9).key])  # some are not on disk yet
     assert [number for number in range(4) if find(store, make_entry(number)).entry] == [1, 2]
     assert store.get_stats()["pinned"] == 0
     store.close()

@@ -1,4 +1,4 @@
-"""Memory that is used again, and values that are read into the place they will stay in."""
+"""Memory that is reused, and values that are received into their final memory."""
 
 import gc
 
@@ -64,7 +64,7 @@ def by_head(entry: ChunkKV) -> ChunkKV:
 
 
 def receive(entry: ChunkKV, like: ChunkKV | None) -> tuple[ChunkKV, IncomingEntry]:
-    """As it arrives where entries like another one came before."""
+    """Receive an entry after entries of the same format."""
     seen = None
     if like is not None:
         decoded = receive(like, None)[1].parts[0]

@@ -1,4 +1,4 @@
-"""The manager against a plain dictionary, under random sequences of operations."""
+"""The manager compared with a plain dictionary, in random sequences of operations."""
 
 import tempfile
 from contextlib import ExitStack
@@ -18,8 +18,9 @@ numbers = st.integers(0, 11)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Entries differ in size; a second put carries other data, so a store that took it would be seen. It may be taken
-    where only a far tier has the entry: a put does not wait for that tier's answer, and engines put the same data."""
+    """Entries differ in size. A second put has other data, so it would be noticed if a store took it. It may be taken
+    if only a far tier has the entry, because a put does not wait for that tier's answer, and engines put the same
+    data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def flood(self, number: int) -> None:
-        """One-off entries push on the budgets; whatever is pinned must survive them."""
+        """One-off entries fill the budgets, and pinned entries must survive them."""
         self.store.flush()
         tiers = self.store._stack.tiers
         pinned = [(tier, key) for tier in tiers for key, _ in self.pins if tier.size(key) is not None]

@@ -21,7 +21,7 @@ def open_at(root: Path, disk: int = 2**30) -> ChunkStorageManager:
 
 
 def use_in_turns(root: Path, who: int, disk: int, results: Any) -> None:
-    """Put and look up the same keys as the others, in another order."""
+    """Put and look up the same keys as the other processes, in another order."""
     store = open_at(root, disk)
     wrong = hits = 0
     for step in range(200):
@@ -37,6 +37,7 @@ def use_in_turns(root: Path, who: int, disk: int, results: Any) -> None:
     results.put((wrong, hits, stats["corrupt_set_aside"], stats["write_errors"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", [2**30, 15 * (ONE + 1000)], ids=["plenty", "evicting"])
 def test_two_processes_write_and_read_one_directory(tmp_path: Path, disk: int) -> None:
     results = SPAWN.Queue()
@@ -60,7 +61,7 @@ def put_numbers(root: Path, numbers: range) -> None:
     store = open_at(root)
     for number in numbers:
         store.put(make_entry(number))
-    # No close: the writer finishes before the interpreter exits.
+    # Without a close, the writer finishes before the interpreter exits.
 
 
 def test_what_another_process_writes_and_removes_is_seen(tmp_path: Path) -> None:

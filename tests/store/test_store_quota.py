@@ -31,7 +31,7 @@ def entry_of(tenant: str, number: int) -> ChunkKV:
 
 
 class QuotaMachine(RuleBasedStateMachine):
-    """A process for each of two tenants, in turns. What a tenant has stored changes by its own doing alone."""
+    """A process for each of two tenants, in turns. A tenant's stored entries change only by its own operations."""
 
     @initialize(quotas=st.tuples(st.integers(0, 9), st.integers(0, 9)))
     def open(self, quotas: tuple[int, int]) -> None:
@@ -80,7 +80,7 @@ class QuotaMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-TestQuota = QuotaMachine.TestCase
+TestQuota = pytest.mark.slow(QuotaMachine.TestCase)
 TestQuota.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
@@ -106,7 +106,7 @@ def test_what_another_process_deleted_no_longer_counts(tmp_path: Path) -> None:
     for entry in (make_entry(number, tenant="a") for number in range(5)):
         ours.put(entry)
         ours.flush()
-        ours.lookup(entry.key, entry.tokens, entry.context)  # else it would be the first to go
+        ours.lookup(entry.key, entry.tokens, entry.context)  # otherwise it would be evicted first
     other.clear()
     other.flush()
     for number in range(10, 15):

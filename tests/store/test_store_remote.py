@@ -1,4 +1,4 @@
-"""Remote tiers, on real servers: what any tier must do, and what a value from elsewhere must not do."""
+"""Remote tiers, on real servers: the rules of every tier, and protection against foreign values."""
 
 import logging
 from dataclasses import replace
@@ -146,7 +146,7 @@ def test_what_another_process_stores_later_is_found_and_known(tier: RemoteTier) 
         other.put(make_entry(number))
     other.flush()
     assert find(store, make_entry(1)).tier == "remote"
-    # Computed here, too, before it was looked up: now it is near, and the copy that is there stays.
+    # It is also computed here before it is looked up. Now it is near, and the remote copy stays.
     assert store.put(make_entry(2, version=1))
     store.flush()
     assert store.take_changes() == {make_entry(1).key: "host", make_entry(2).key: "host"}
@@ -171,13 +171,14 @@ def test_absent_keys_are_asked_for_in_one_go(tier: RemoteTier, monkeypatch: pyte
     assert [result.tier for result in results[:2]] == ["remote", "host"]
     assert {result.reason for result in results[2:]} == {MissReason.NEW}
     assert [call for call in calls if call == "get_into"] == ["get_into"]
-    assert len(calls) <= 4  # Mooncake's has to find out the size first
+    assert len(calls) <= 4  # Mooncake's client has to ask for the size first
 
 
 @given(data=st.data())
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_any_entries_fetched_together_are_what_each_read_alone_is(tier: RemoteTier, data: st.DataObject) -> None:
-    """Of several formats and lengths, some missing, some damaged, more or less of them by one call."""
+    """Entries have several formats and lengths. Some are missing, some are damaged, and calls read different numbers
+    of them."""
     chance = data.draw(st.randoms(use_true_random=False))
     entries = [make_entry(number, tokens=chance.randint(1, 9), heads=chance.choice([1, 3])) for number in range(12)]
     states = [chance.choice(["there", "there", "missing", "damaged"]) for _ in entries]
@@ -214,7 +215,7 @@ def test_mooncake_reads_several_entries_by_one_call(
     )
     store = over(tier)
     store.fetch([entry.key for entry in entries])
-    assert counts == [1, 19]  # what entries of this format take is known from the first one
+    assert counts == [1, 19]  # the size of entries of this format is known from the first one
     tier.delete_all([entry.key for entry in entries])
     store.close()
 
@@ -298,7 +299,7 @@ def test_other_formats_models_and_tenants_find_nothing(tier: RemoteTier) -> None
         replace(mine.key, heads="0-0of2"),
     ):
         assert over(tier).lookup(other, mine.tokens, mine.context).reason is MissReason.NEW
-        # And if somebody copies the value to their key, it says whose it is.
+        # A value that is copied to another key still says which key it belongs to.
         plant(tier, other, value_of(mine))
         assert over(tier).lookup(other, mine.tokens, mine.context).reason is MissReason.CORRUPT
 
@@ -324,7 +325,7 @@ def test_same_key_other_tokens(tier: RemoteTier) -> None:
 
 
 def test_keys_that_are_no_values_or_not_ours(valkey_server: Valkey) -> None:
-    """A list under the name of an entry, and names of others beside."""
+    """There is a list under the name of an entry, and keys of other programs."""
     tier = open_remote_tier(valkey_server.url, 1.0)
     client, entry = tier._client, make_entry(1)
     client._ask([("DEL", remote_key(entry.key)), ("RPUSH", remote_key(entry.key), "x")])  # type: ignore[attr-defined]
@@ -367,7 +368,7 @@ def test_a_value_that_valkey_cannot_hold_is_not_sent(tier: RemoteTier, monkeypat
 
 
 def test_2048_keys_are_looked_up_in_one_or_two_calls(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long they take is ``kvmosaic bench store``'s to say."""
+    """``kvmosaic bench store`` measures how long they take."""
     wanted = [make_entry(number).key for number in range(2048)]
     for number in range(0, 2048, 64):
         tier.put(make_entry(number))

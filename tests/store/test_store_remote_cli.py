@@ -1,4 +1,4 @@
-"""``kvmosaic store --remote``, and the embedded engine over a remote tier, as a user runs them."""
+"""``kvmosaic store --remote``, and the embedded engine over a remote tier, as users run them."""
 
 import json
 import subprocess
@@ -30,12 +30,12 @@ def by_head(entry: ChunkKV) -> ChunkKV:
 
 
 def stored_names(tier: RemoteTier) -> set[str]:
-    """Everything in the store, also what is none of ours."""
+    """Names of everything in the store, including foreign keys."""
     return {name for page in tier._client.scan("") for name in page}
 
 
 def kvmosaic(*arguments: str, check: int = 0, apart: bool = False) -> str:
-    """What the command prints, in this process or ``apart`` in one of its own."""
+    """Output of the command, run in this process or, if ``apart``, in a separate one."""
     if apart:
         command = [sys.executable, "-m", "kvmosaic.cli.main", "store", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -51,6 +51,7 @@ def result(*arguments: str, apart: bool = False) -> dict[str, Any]:
     return parsed
 
 
+@pytest.mark.slow
 def test_ls_stats_verify_and_purge(tier: RemoteTier, server: Valkey | Mooncake) -> None:
     where = ("--remote", server.url)
     for number in range(4):
@@ -78,7 +79,8 @@ def test_ls_stats_verify_and_purge(tier: RemoteTier, server: Valkey | Mooncake) 
 
 
 def test_heads_that_are_stored_one_by_one(tier: RemoteTier, server: Valkey | Mooncake) -> None:
-    """Beside an entry that is stored whole: a complete one, and one that lacks a head and has a damaged one."""
+    """The store has an entry whose heads are stored together, a complete one with separate heads, and one that lacks
+    a head and has a damaged one."""
     where, others = ("--remote", server.url), stored_names(tier)
     whole, complete, broken = make_entry(1), by_head(make_entry(2, heads=4)), by_head(make_entry(3, heads=4))
     for entry in (whole, complete, broken):
@@ -117,9 +119,11 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert line.startswith("error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_head_storage", [False, True], ids=["whole", "by head"])
 def test_two_engines_share_documents(tier: RemoteTier, server: Valkey | Mooncake, per_head_storage: bool) -> None:
-    """The second never computes what the first did, and answers alike; another tenant shares nothing."""
+    """The second engine does not compute the documents again and gives the same answers. Another tenant shares
+    nothing."""
     model = make("llama")
     prompt = ChunkedPrompt(tuple(range(3, 63)), (Span(5, 25), Span(25, 50)))
 

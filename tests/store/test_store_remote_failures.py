@@ -1,4 +1,5 @@
-"""Remote stores that die, hang and come back: always a right answer, a counted reason, one deadline at most."""
+"""Remote stores that die, hang and recover: answers are always right, reasons are counted, and at most one deadline
+is lost."""
 
 import logging
 import subprocess
@@ -20,7 +21,7 @@ from kvmosaic.store.breaker import Breaker
 pytestmark = pytest.mark.slow
 DEADLINE_MS = 1000
 PATIENCE_S = DEADLINE_MS / 1000 + 0.8
-"""A deadline, and what a busy machine adds to it."""
+"""A deadline, and the time that a busy machine may add to it."""
 
 
 def find(store: ChunkStorageManager, entry: ChunkKV) -> LookupResult:
@@ -42,7 +43,7 @@ def until(condition: Callable[[], bool], patience_s: float = 20) -> None:
 
 @pytest.fixture(params=["valkey", "mooncake"])
 def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Valkey | Mooncake]:
-    """A server of the test's own, to do anything to."""
+    """A server of a single test, which may do anything with it."""
     server = Valkey(tmp_path) if request.param == "valkey" else Mooncake(tmp_path)
     yield server
     close_all()
@@ -54,7 +55,7 @@ _opened: list[ChunkStorageManager] = []
 
 @pytest.fixture(autouse=True)
 def closing() -> Iterator[None]:
-    """Ends what a test opened, with or without its server."""
+    """Close the tiers and stores that a test opened, with or without their server."""
     yield
     close_all()
 
@@ -70,7 +71,7 @@ def opened(url: str) -> ChunkStorageManager:
 
 
 def filled(url: str, count: int = 8) -> ChunkStorageManager:
-    """A fresh store, with nothing in host memory and ``count`` entries in the remote tier."""
+    """A new store, with nothing in host memory and ``count`` entries in the remote tier."""
     writer = opened(url)
     for number in range(count):
         assert writer.put(make_entry(number))
@@ -96,7 +97,7 @@ def test_a_store_that_dies_costs_a_fetch_one_deadline(
 
 
 def test_what_never_began_to_arrive_is_not_waited_for_longer(mortal: Valkey | Mooncake) -> None:
-    """However large it is known to be."""
+    """This holds even if its size is known to be large."""
     large = [make_entry(number, tokens=2048, heads=8, layers=14, k_dim=64, v_dim=64) for number in range(2)]
     writer, reader = opened(mortal.url), opened(mortal.url)
     for entry in large:
@@ -122,7 +123,7 @@ def test_a_dead_store_costs_one_deadline_once(
         else:
             mortal.server.pause()
         assert seconds(lambda: find(store, make_entry(1))) < PATIENCE_S
-        # No other call waits: six, twelve and a hundred of them take less than one deadline.
+        # No other call waits: 6, 12 and 100 of them take less than one deadline.
         assert seconds(lambda: [find(store, make_entry(number)) for number in range(2, 8)]) < DEADLINE_MS / 1000
         assert seconds(lambda: [store.put(make_entry(number)) for number in range(8, 20)]) < DEADLINE_MS / 1000
         assert seconds(lambda: store.absent(make_entry(number).key for number in range(100))) < DEADLINE_MS / 1000
@@ -175,7 +176,7 @@ def test_a_restarted_valkey_that_kept_its_data_is_used_again(tmp_path: Path) -> 
 
 
 def test_a_mooncake_master_that_forgot_its_keys(tmp_path: Path) -> None:
-    """Only the master is restarted; the holder joins it again by itself."""
+    """Only the master is restarted, and the holder joins it again by itself."""
     server = Mooncake(tmp_path)
     store = filled(server.url)
     server.server.kill()
@@ -194,7 +195,7 @@ def test_a_mooncake_master_that_forgot_its_keys(tmp_path: Path) -> None:
 
 
 def test_a_dead_holder(tmp_path: Path) -> None:
-    """The master still names it for a while: reads fail although lookups succeed."""
+    """The master still names it for a while, so reads fail although lookups succeed."""
     believed_s = 3
     server = Mooncake(tmp_path, client_ttl=believed_s)
     store = filled(server.url)
@@ -248,7 +249,7 @@ def test_a_store_that_comes_up_later_is_used(tmp_path: Path) -> None:
 
 
 def test_something_else_listens_there(tmp_path: Path) -> None:
-    """It greets like a mail server."""
+    """The other program greets like a mail server."""
     import socketserver
 
     class Mail(socketserver.BaseRequestHandler):
@@ -340,7 +341,8 @@ def test_the_breaker_tries_less_often_what_keeps_failing(monkeypatch: pytest.Mon
 
 
 def test_closing_waits_for_calls_that_were_left_behind(tmp_path: Path) -> None:
-    """Mooncake's client, closed while one of its calls was still waiting for a hanging master, ended the process."""
+    """If Mooncake's client was closed while one of its calls was still waiting for a hanging master, the process
+    ended."""
     server = Mooncake(tmp_path)
     for _ in range(3):
         store = open_store(load_config(remote=server.url, remote_deadline_ms=DEADLINE_MS))
@@ -351,5 +353,5 @@ def test_closing_waits_for_calls_that_were_left_behind(tmp_path: Path) -> None:
         resuming = threading.Timer(1.0, server.server.resume)
         resuming.start()
         store.close()
-        resuming.join()  # else it may resume the server under the next round's lookup
+        resuming.join()  # otherwise it may resume the server during the next round's lookup
     server.kill()

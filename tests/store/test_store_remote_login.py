@@ -1,4 +1,4 @@
-"""Valkey servers that want a password, or TLS."""
+"""Valkey servers that require a password, or TLS."""
 
 import shutil
 import subprocess

@@ -1,4 +1,5 @@
-"""The manager over a remote tier against a plain dictionary: the same random operations as over a disk."""
+"""The manager over a remote tier, compared with a plain dictionary, with the same random operations as over a
+disk."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -41,16 +42,16 @@ class RemoteMachine(StoreMachine):
 
 
 class ValkeyMachine(RemoteMachine):
-    """On Valkey."""
+    """The machine on Valkey."""
 
 
 class MooncakeMachine(RemoteMachine):
-    """On Mooncake."""
+    """The machine on Mooncake."""
 
 
 @pytest.fixture(autouse=True)
 def addresses(request: pytest.FixtureRequest, one_mooncake_client: None) -> Iterator[None]:
-    """Tells each machine where its server is; only the one that is wanted is started."""
+    """Give each machine the address of its server. Only the needed server is started."""
     if request.cls is TestOnValkey:
         server: Valkey | Mooncake = request.getfixturevalue("valkey_server")
         ValkeyMachine.url = server.url

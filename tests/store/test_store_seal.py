@@ -1,4 +1,4 @@
-"""With a store key, nothing is used that was not written by somebody who has it."""
+"""With a store key, only entries of writers who have the key are used."""
 
 import random
 from dataclasses import replace
@@ -81,7 +81,8 @@ def test_what_others_plant_is_a_counted_miss(tmp_path: Path, by: str) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_pieces_of_sealed_entries_make_no_other(tmp_path: Path, data: st.DataObject) -> None:
-    """Of two entries of one key, and of one of another, somebody without the key swaps heads, headers and bytes."""
+    """An attacker without the key swaps heads, headers and bytes of three entries: two of one key, and one of
+    another."""
     sources = [ENTRY, make_entry(3, heads=3, version=1), replace(make_entry(4, heads=3), format=ENTRY.format)]
     smalls, heads = [], []
     for entry in sources:
@@ -105,7 +106,7 @@ def test_pieces_of_sealed_entries_make_no_other(tmp_path: Path, data: st.DataObj
 
 
 def test_sealed_heads_with_a_header_of_somebody_elses(tmp_path: Path) -> None:
-    """The KV of one entry, as it was sealed, under the name of another."""
+    """The sealed KV of one entry is put under the name of another."""
     other = make_entry(4, heads=3)
     checksums = " ".join(sealed(OURS).heads(other.data.view(torch.uint8).numpy()))
     planted(tmp_path, forged(replace(ENTRY, data=other.data), {"head_checksums": checksums}))
@@ -122,7 +123,7 @@ def test_heads_and_headers_have_keys_of_their_own() -> None:
 
 
 def test_heads_are_verified_one_by_one() -> None:
-    """As a remote store has them: a reader of some heads verifies just those."""
+    """A remote store has separate heads, and a reader of some heads verifies just those."""
     share = HeadShare.of_rank(0, 1, 3, ENTRY.format.layers)
     entry = replace(ENTRY, key=replace(ENTRY.key, heads=str(share.heads)))
 
@@ -187,7 +188,7 @@ def test_engines_with_different_keys_never_meet(tmp_path: Path, monkeypatch: pyt
 
 
 def test_commands_with_and_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them harms what it cannot check."""
+    """No command harms entries that it cannot check."""
     key = put(cache(tmp_path))
     monkeypatch.setenv(STORE_KEY_VARIABLE, THEIRS)
     put(cache(tmp_path))
@@ -213,7 +214,7 @@ def test_commands_with_and_without_the_key(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_pinned_memory_counts_as_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out pinned memory in powers of two; a budget that did not know might be exceeded twice over."""
+    """torch allocates pinned memory in powers of two. Otherwise a budget might be exceeded twofold."""
     from kvmosaic.store import HostTier
     from kvmosaic.store.tiers.host import taken_bytes
 

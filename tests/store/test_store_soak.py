@@ -1,4 +1,4 @@
-"""Two processes, one store, and kill -9 all the time: nothing wrong is served, nothing kept is lost."""
+"""Two processes over one store are killed again and again: nothing wrong is served, and no lasting entry is lost."""
 
 import pytest
 

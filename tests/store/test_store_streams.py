@@ -1,4 +1,4 @@
-"""Copies beside an NPU's other work. There is none here: a stand-in for ``torch.npu`` notes what is asked of it."""
+"""Copies beside an NPU's other work. There is no NPU here, so a stand-in for ``torch.npu`` records the calls."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Work that is shared by threads, whatever becomes of them."""
+"""Work that threads share, with failures of threads."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ def test_results_come_in_order() -> None:
 
 @pytest.mark.parametrize("failing", range(4))
 def test_nobody_goes_on_while_others_still_work(failing: int) -> None:
-    """They may be writing to memory of the caller's."""
+    """The other threads may be writing to the caller's memory."""
     threads, done = Threads(), []
 
     def work(number: int) -> None:
@@ -35,7 +35,7 @@ def test_nobody_goes_on_while_others_still_work(failing: int) -> None:
 
 
 def test_without_new_threads_work_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the end of a program, from Python 3.12 on."""
+    """This happens at the end of a program, from Python 3.12 on."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -43,7 +43,7 @@ def test_without_new_threads_work_is_done_all_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(threading.Thread, "start", refuse)
     threads = Threads()
     assert threads.map([lambda: 1, lambda: 2]) == [1, 2]
-    with pytest.raises(RuntimeError):  # it has a deadline, which nobody could keep
+    with pytest.raises(RuntimeError):  # a call with a deadline needs a thread
         threads.start(lambda: 7)
     monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
     call = threads.start(lambda: 7)

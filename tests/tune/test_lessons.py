@@ -1,4 +1,4 @@
-"""Lessons: the same number is the same prompt, chunks are documents, and what is held out is never learned."""
+"""Lessons: the same number gives the same prompt, chunks are documents, and held-out texts are never learned."""
 
 import json
 import random
@@ -79,7 +79,7 @@ def test_held_out_documents_are_not_learned_from():
 
 
 def test_held_out_examples_share_no_document_with_others(tmp_path):
-    """Several questions are about each paragraph, and paragraphs are distractors of others."""
+    """There are several questions about each paragraph, and paragraphs also occur in prompts of others."""
     rng = random.Random(random.randrange(2**31))
     paragraphs = [
         {"context": random_text(rng, 6), "qas": [{"question": f"{n}?", "answers": [{"text": "x"}]} for n in range(3)]}
@@ -110,7 +110,7 @@ def test_questions_about_the_same_document_are_on_the_same_side(tmp_path):
 
 
 def test_questions_are_about_documents_that_are_there(parser, tokenizer):
-    """However many a lesson could have, those that do not fit are left out before anything is asked."""
+    """Documents that do not fit are left out before the questions are chosen."""
     rng = random.Random(random.randrange(2**31))
     passages = split_into_passages(random_text(rng, 300), rng)
     make = from_documents(passages)

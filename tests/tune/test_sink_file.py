@@ -1,4 +1,4 @@
-"""Files of learned sinks: what is written is read, all else is refused in one line."""
+"""Files of learned sinks: written files can be read, and all others are refused in one line."""
 
 import json
 
@@ -14,7 +14,7 @@ from kvmosaic.models.sink_file import load_sink, save_sink
 
 ABOUT = SinkAbout(model="tiny", data=["a.txt"], recipe={"steps": 3}, kl_before=0.2, kl_after=0.1, kvmosaic="1")
 SHAPE = (3, 4, 8, 6)
-"""Layers, heads, tokens, dim."""
+"""Numbers of layers, heads, tokens and columns."""
 
 
 def random_sink():

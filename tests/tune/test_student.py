@@ -1,4 +1,5 @@
-"""What is differentiated is what engines compute: numbers against the embedded engine, gradients against slopes."""
+"""The differentiated computation is that of engines: its numbers are compared with the embedded engine, its gradients
+with slopes."""
 
 import random
 
@@ -17,7 +18,7 @@ from kvmosaic.tune.student import Distillation
 from tests.engines.hf.tiny import LIMIT, SUPPORTED, VOCABULARY, make
 
 SINK = 9
-"""Tokens of the sink."""
+"""Number of tokens of the sink."""
 
 
 @pytest.fixture(scope="module", params=SUPPORTED)
@@ -30,7 +31,7 @@ def random_tokens(count):
 
 
 def random_prompt(longest):
-    """Chunks of any length with some text before, between and behind them."""
+    """A prompt with chunks of any length, and text before, between and behind them."""
     tokens, chunks = random_tokens(random.randint(1, 4)), []
     while not chunks or (len(tokens) < longest - 20 and random.random() < 0.7):
         start = len(tokens)
@@ -42,7 +43,7 @@ def random_prompt(longest):
 
 
 def random_sink(engine):
-    """Numbers like those of tokens, but of none."""
+    """Random numbers, as large as those of tokens."""
     [(k, v)] = engine.fill((), [random_tokens(SINK)], LIMIT - 1)
     return tuple(part.clone() + 0.1 * part.std() * torch.randn_like(part) for part in (k, v))
 
@@ -76,7 +77,7 @@ def test_a_batch_says_what_the_engine_says_of_each_prompt(engine):
 
 
 def test_answers_are_those_of_the_model_alone(engine):
-    """Of prompts of different lengths in one batch; an answer ends with the first token that ends one."""
+    """Prompts in the batch have different lengths. An answer ends with its first end token."""
     prompts, most = [random_prompt(LIMIT - SINK - 40) for _ in range(3)], 6
     wanted = []
     for prompt in prompts:
@@ -106,8 +107,9 @@ def test_nothing_reused_is_a_full_prefill(engine):
     assert kl.abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_gradients_are_slopes(engine):
-    """Along a direction near the gradient, in K and in V."""
+    """Slopes are taken along a direction near the gradient, in K and in V."""
     prompts = [random_prompt(LIMIT - SINK - 16) for _ in range(2)]
     recomputed = [some_positions(prompt) for prompt in prompts]
     sink = [part.requires_grad_() for part in random_sink(engine)]
@@ -118,7 +120,7 @@ def test_gradients_are_slopes(engine):
             return torch.cat(distillation.divergence(prompts, parts, recomputed)).sum()
 
     def slopes(part, direction, step):
-        """To either side, and through both."""
+        """Slopes to either side, and across both."""
         found = []
         for sign in (1, 0, -1):
             parts = [each.detach() for each in sink]
@@ -132,7 +134,7 @@ def test_gradients_are_slopes(engine):
     for part in (0, 1):
         gradient = sink[part].grad
         size, direction = float(sink[part].detach().norm()), gradient / gradient.norm()
-        # Long steps meet curves, short ones rounding: where depends on the model. Where a token is about to go to
+        # Long steps suffer from curvature, short ones from rounding. If a token is about to go to
         # another expert, the loss jumps to one side, so the slope to the other side counts as well.
         steps = (1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
         found = [each for step in steps for each in slopes(part, direction, step * size)]

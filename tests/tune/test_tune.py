@@ -1,4 +1,5 @@
-"""A whole run on a narrow model: it gets better, goes on after an interruption, and writes nothing that is worse."""
+"""A whole run on a narrow model: the sink improves, the run continues after an interruption, and no worse sink is
+written."""
 
 import json
 from contextlib import suppress
@@ -74,7 +75,7 @@ def test_it_gets_better_and_engines_take_it(llm, model, tokenizer, tmp_path):
 
 
 def test_it_is_the_training_that_helps(llm, tmp_path):
-    """The sink it began with, which is shorter than the text, is worse."""
+    """The initial sink, which is shorter than the text, is worse."""
     lessons = Lessons(llm.parser, llm.tokenizer, material().held_out, 400, 77)
     judged = [lessons[number] for number in range(4)]
     tune(llm, material(), [], replace(RECIPE, steps=16), TOKENS, tmp_path / "sink")
@@ -92,7 +93,7 @@ def test_other_data_do_not_go_on_with_a_run(llm, tmp_path):
 
 
 def trained(llm, steps, state=None):
-    """A trainer after so many steps, from a state if there is one."""
+    """A trainer after a number of steps, from a saved state if there is one."""
     trainer = SinkTrainer(llm.engine, tuning._kv(llm, list(range(40, 40 + TOKENS))), RECIPE)
     if state is not None and state.exists():
         trainer.restore(state)
@@ -115,7 +116,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(llm, tmp_path):
 
 
 def test_answers_are_grouped_as_in_a_run_without_interruption(llm, tmp_path, monkeypatch):
-    """In half precision, answers depend on what they are computed together with."""
+    """In half precision, answers depend on the prompts that are computed together."""
     groups = []
     answered = training.answered
     monkeypatch.setattr(training, "answered", lambda *args: groups.append(args[1]) or answered(*args))
@@ -148,7 +149,7 @@ def test_a_disk_that_is_full_does_not_end_a_run(llm, tmp_path, monkeypatch, capl
         save(*args)
 
     monkeypatch.setattr(torch, "save", full)
-    with suppress(DivergedError):  # so few steps may give nothing
+    with suppress(DivergedError):  # a few steps may give nothing
         tune(llm, material(), [], RECIPE, TOKENS, tmp_path / "sink")
     assert caplog.text.count("the run continues") == 3
     assert "\n" not in caplog.records[-1].getMessage()
@@ -186,7 +187,7 @@ def test_a_sink_that_is_too_long_is_refused(llm, tmp_path):
 
 
 def test_tables_that_depend_on_the_length_are_refused(tokenizer, tmp_path):
-    """Before anything is computed."""
+    """They are refused before anything is computed."""
     with LLM(make("phi3-longrope", 1), tokenizer, enable_chunk_cache=True, sink_prefix="bos") as longrope:
         assert longrope.engine.switches_tables
         with pytest.raises(UnsupportedModelError, match="rotary tables"):
@@ -203,7 +204,7 @@ def test_ctrl_c_keeps_what_was_done(llm, tmp_path):
     [state] = tmp_path.iterdir()
     assert state.suffix == ".state"
     steps = []
-    with suppress(DivergedError):  # so few steps may give nothing
+    with suppress(DivergedError):  # a few steps may give nothing
         tune(llm, material(), [], RECIPE, TOKENS, tmp_path / "sink", lambda look: steps.append(look.step))
     assert steps == [4, 5, 6]
     assert not state.exists()
@@ -211,7 +212,7 @@ def test_ctrl_c_keeps_what_was_done(llm, tmp_path):
 
 @pytest.mark.usefixtures("default_ratio")
 def test_the_command(model, tokenizer, tmp_path, monkeypatch):
-    """From files to a profile that engines go by; another model's sink is refused in one line."""
+    """The command goes from files to a profile that engines use. Another model's sink is refused in one line."""
     folder, profiles = tmp_path / "tiny-model", tmp_path / "profiles"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Prompts of random tokens, and an engine that stores what is found in them."""
+"""Prompts of random tokens, and an engine that stores the runs that are found in them."""
 
 import random
 
@@ -20,14 +20,14 @@ def contents(tokens, spans):
 
 
 class Engine:
-    """Sends prompts, and stores all their runs behind each."""
+    """Sends prompts, and stores all runs of a prompt before the next one."""
 
     def __init__(self, **arguments):
         self.discovery = Discovery([MARKER], **{"prefix_tokens": PLENTY} | arguments)
         self.stored = set()
 
     def find(self, tokens, covered=(), salt=None):
-        """What is found, and not stored yet."""
+        """The runs of a prompt, without storing them."""
 
         def is_stored(span, _first):
             return tuple(tokens[span.start : span.end]) in self.stored

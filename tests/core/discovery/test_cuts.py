@@ -1,4 +1,4 @@
-"""Where prompts are cut: the same text has the same cuts wherever it stands, and nobody can have more made."""
+"""Cuts of prompts: the same text has the same cuts at any position, and clients cannot cause more of them."""
 
 import random
 from itertools import pairwise
@@ -54,7 +54,7 @@ def test_cuts_inside_a_text_do_not_depend_on_what_stands_around_it(text, before,
         return {edge for edge in inside if REACH < edge < len(text) - REACH}
 
     alone, among = inner([], []), inner(before, after)
-    # A text without a cut of its own for a while has some that depend on where the one before is.
+    # In a text that has no cut for a while, further cuts depend on the position of the previous one.
     apart = sorted(alone | {0, len(text)})
     if max(b - a for a, b in pairwise(apart)) <= MAX_SEGMENT - 2 * REACH:
         assert alone == among
@@ -69,7 +69,7 @@ def test_text_that_is_too_short_for_a_run_is_not_cut():
 
 
 def test_cuts_before_a_marker_do_not_depend_on_the_text_behind_it():
-    """A conversation goes on behind markers."""
+    """Because a conversation continues behind markers."""
     for _ in range(50):
         beginning = [*(random.randrange(10, 60_000) for _ in range(100)), MARKER]
         rests = [[random.randrange(10, 60_000) for _ in range(length)] for length in (0, 9, 100)]

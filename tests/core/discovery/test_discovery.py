@@ -1,4 +1,4 @@
-"""Text that comes back: found from the third prompt on, whatever stands around it, and nothing else is."""
+"""Recurring text is found from the third prompt on, with any text around it. Nothing else is found."""
 
 import random
 
@@ -11,7 +11,7 @@ from kvmosaic.core.prompt import Span
 from tests.core.discovery.prompts import MARKER, PLENTY, Engine, contents, joined, text
 
 ORDERS = [(0, 1, 2, 3), (3, 1, 0, 2), (2, 1, 3, 0), (1, 0, 3, 2)]
-"""No document follows the same one in the first two."""
+"""In the first two orders, no document follows the same document."""
 
 
 def test_the_first_prompt_shows_a_document_the_second_makes_it_a_run_the_third_finds_it():
@@ -53,7 +53,7 @@ def test_every_run_is_a_text_that_an_earlier_prompt_had(seed, with_markers):
     rng = random.Random(seed)
     documents = [text(rng.randrange(5, 400), rng) for _ in range(6)]
     discovery, again, earlier = Discovery([MARKER], PLENTY), Discovery([MARKER], PLENTY), []
-    again._hasher = discovery._hasher  # what tables forget depends on its secrets
+    again._hasher = discovery._hasher  # which entries the tables lose depends on its secrets
     stored = set()
     for _ in range(8):
         parts = [text(rng.randrange(30), rng)]
@@ -125,8 +125,8 @@ def test_a_conversation_that_goes_on_has_the_chunks_it_had():
     for _ in range(3):
         engine.send([*text(50), *documents[0], *documents[1], *text(30)])
     first, _ = engine.send([*talk, *documents[1], MARKER])
-    assert contents([*talk, *documents[1]], first)  # the second document is a run by now
-    assert all(span.start >= len(talk) for span in first)  # the first one was none when it was computed
+    assert contents([*talk, *documents[1]], first)  # the second document is a run now
+    assert all(span.start >= len(talk) for span in first)  # the first one was no run when it was computed
     longer = [*talk, *documents[1], MARKER, *text(90), MARKER]
     assert engine.send([*longer, *text(80)])[0] == first
     assert engine.send(longer)[0] == first
@@ -167,7 +167,7 @@ def test_what_is_named_already_is_no_run():
 
 @given(st.integers(0, 2**32))
 def test_no_run_is_in_what_is_covered_or_ends_with_the_prompt(seed):
-    """Also where the prompt begins like an earlier one that had a run there."""
+    """This also holds where the prompt begins like an earlier one that had a run there."""
     rng = random.Random(seed)
     engine, document = Engine(), text(rng.randint(100, 200), rng)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Whatever clients send: linear time, and bounded memory."""
+"""Time is linear and memory is bounded, for any prompts that clients send."""
 
 import random
 import time
@@ -24,7 +24,7 @@ HEAD = list(range(100, 140))
 
 
 def alike(length):
-    """Many places where any of several known runs may begin, and none does."""
+    """Many places where each of several known runs may begin, but none does."""
     return [token for _ in range(length // 40) for token in HEAD]
 
 

@@ -1,4 +1,4 @@
-"""Runs that became one longer run: they stay in use until that one is stored."""
+"""Runs that became one longer run stay in use until the longer run is stored."""
 
 import random
 
@@ -12,13 +12,13 @@ from tests.core.discovery.prompts import MARKER, Engine, contents, joined, text
 
 
 def chain(documents, order):
-    """A prompt of a RAG chain, in which each question has another system prompt. Nothing stands between two
-    documents: of what stands between all of them, two may take the same token for their own."""
+    """A prompt of a RAG chain, in which each question has another system prompt. There is no text between documents,
+    because two documents might count the same token of it as their own."""
     return [*text(20), *joined(documents[index] for index in order), *text(15), MARKER, 9]
 
 
 def follow_a_chain():
-    """Six questions: from the third on, most of the documents is reused."""
+    """Six questions. From the third on, most tokens of the documents are reused."""
     engine, documents = Engine(), [text(random.randrange(180, 400)) for _ in range(4)]
     orders = [(0, 1, 2, 3), (3, 2, 1, 0), *(random.sample(range(4), 4) for _ in range(4))]
     for number, order in enumerate(orders):
@@ -39,7 +39,7 @@ def test_a_piece_that_ends_behind_its_run_is_used():
 
 
 class Pair:
-    """Two documents that were found one by one, and then came side by side until they became one run."""
+    """Two documents that were found separately, and then occurred side by side until they became one run."""
 
     def __init__(self, salt=None):
         self.engine, self.salt = Engine(), salt
@@ -85,7 +85,7 @@ def test_a_beginning_keeps_the_pieces_it_had():
     pair.engine.stored.update(contents(prompt, found.to_fill))
     again = pair.find([*prompt, *text(80)])
     assert again.chunks == found.chunks
-    assert again.to_fill == ()  # it is stored by now, or on its way
+    assert again.to_fill == ()  # it is stored, or is being stored
 
 
 @pytest.mark.parametrize("evicted", [0, 1])
@@ -113,7 +113,7 @@ def test_of_a_run_of_which_nothing_is_stored_the_whole_is_the_chunk():
 
 @pytest.mark.parametrize("is_pair_stored", [False, True])
 def test_a_piece_that_has_pieces(is_pair_stored):
-    """Three documents become one, two of which became one before."""
+    """Three documents become one run. Two of them became one run before."""
     pair = Pair()
     if is_pair_stored:
         prompt = pair.prompt()
@@ -153,7 +153,8 @@ def test_where_the_first_chunk_begins_is_told():
 
 @given(st.integers(0, 2**32), st.integers(2, 3 * MAX_PIECES))
 def test_what_is_asked_about_is_linear_in_the_prompt(seed, count):
-    """Also of many documents, which became one step by step and of which nothing is stored in the end."""
+    """This also holds for many documents that became one run step by step, and of which nothing is stored in the
+    end."""
     rng = random.Random(seed)
     engine, documents = Engine(), [text(rng.randrange(70, 120), rng) for _ in range(count)]
     for _ in range(2):

@@ -87,7 +87,7 @@ def test_a_question_cannot_cut_its_prompt(narrow, tokenizer):
         marked, asked = f"Read. # # {FERRY} # # {BAKERY} # # ", "Is # # this # # a chunk?"
         talk = [{"role": "user", "content": marked}, {"role": "user", "content": texts(asked)}]
         assert len(llm.chat(talk, **GREEDY)[0].chunks) == 2
-        # In a message of one text nobody knows where the question begins.
+        # In a message of one text it is unknown where the question begins.
         assert len(llm.chat([{"role": "user", "content": marked + asked}], **GREEDY)[0].chunks) == 4
 
 

@@ -1,4 +1,5 @@
-"""Exact where exactness is promised, on every architecture: fp32, at most 1e-4 off, fresh random inputs."""
+"""Results are exact where exactness is promised, on every architecture: fp32, at most 1e-4 off, fresh random
+inputs."""
 
 import random
 from itertools import pairwise
@@ -51,7 +52,7 @@ def assembled_logits(llm, prompt, ratio):
 
 
 def serves(llm, length):
-    """All but dynamic NTK past its limit, where every length has a rope table of its own."""
+    """True for all models except dynamic NTK past its limit, where every length has its own rope table."""
     dynamic = (llm.model.config.rope_parameters or {}).get("rope_type") == "dynamic"
     assert llm.chunk_cache.serves(length) == (not dynamic or length <= LIMIT)
     return llm.chunk_cache.serves(length)
@@ -65,7 +66,7 @@ def test_ratio_one_gives_the_logits_of_a_plain_forward(llm, length):
 
 
 def make_fresh(llm):
-    """The same weights in a model that has seen nothing: no state may leak from earlier requests."""
+    """The same weights in a fresh model, because no state may leak from earlier requests."""
     fresh = type(llm.model)(llm.model.config).eval()
     fresh.load_state_dict(llm.model.state_dict())
     return fresh
@@ -97,7 +98,7 @@ def test_moved_entry_equals_the_chunk_computed_alone_at_its_destination(llm, len
 
 
 def masked_forward(llm, prompt, mask, positions):
-    """The whole prompt in one dense forward of the model under a mask of who sees whom."""
+    """The whole prompt in one dense forward of the model, under a mask of which token sees which."""
 
     class Masked(AttentionPlan):
         def visible(self, rule):
@@ -130,7 +131,7 @@ def test_ratio_zero_is_attention_under_the_isolation_mask(llm, length):
 
 @pytest.mark.parametrize("context", ["alone", "system"])
 def test_entries_are_what_the_isolation_mask_says(llm, context):
-    """All chunks at once at their virtual positions, kept apart by the mask alone."""
+    """All chunks are computed at once at their virtual positions, separated by the mask alone."""
     prompt = random_prompt(60)
     ours = LLM(llm.model, **FILL_FIRST, chunk_context=context, sink_prefix="none")
     before = prompt.tokens_of(prompt.system) if context == "system" else ()
@@ -159,12 +160,16 @@ def test_one_chunk_after_its_system_prompt_is_a_full_prefill(llm, length):
 
 
 def test_changing_one_chunk_never_changes_the_entry_of_another(llm):
+    """To the last bit, unless the model has experts: an expert computes its tokens of all chunks at once, so the
+    number of rows depends on the other chunk, and so does rounding."""
+    sizes = ("n_routed_experts", "num_local_experts", "num_experts")
+    experts = any(getattr(llm.model.config, name, None) for name in sizes)
     a, other_a, b = random_tokens(20), random_tokens(20), random_tokens(15)
     with llm.engine.session():
         first, second = (llm.engine.fill([1], [x, b], 50)[1] for x in (a, other_a))
         alone = llm.engine.fill([1], [b], 50)[0]
     for together, changed, single in zip(first, second, alone, strict=True):
-        assert torch.equal(together, changed)
+        torch.testing.assert_close(together, changed, atol=1e-6 if experts else 0, rtol=0)
         torch.testing.assert_close(together, single, atol=1e-5, rtol=0)  # other batch shape, other rounding
 
 
@@ -182,7 +187,7 @@ def test_decoding_goes_on_like_transformers(llm):
 
 
 def test_a_request_leaves_no_trace_in_the_next(llm):
-    """Answers do not depend on what was served before, also where rope tables grow with the sequence."""
+    """Answers do not depend on earlier requests, even if rope tables grow with the sequence."""
     short, long = random_prompt(50), random_prompt(200)
     before = assembled_logits(llm, short, 0.0)
     llm.generate(long, max_tokens=3, temperature=0)

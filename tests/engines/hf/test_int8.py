@@ -1,4 +1,4 @@
-"""Documents in 8 bits in the embedded engine: nearly the same logits, exact where exactness is promised."""
+"""Documents in 8 bits in the embedded engine: nearly the same logits, and exact ones where exactness is promised."""
 
 import random
 
@@ -49,7 +49,7 @@ def test_logits_are_nearly_those_of_exact_entries(pair, length):
     exact, small = (assembled_logits(llm, prompt, 0.0) for llm in pair)
     distance = float((small - exact).norm() / (exact - exact.mean()).norm())
     assert 0 < distance < 0.05
-    again = assembled_logits(pair[1], prompt, 0.0)  # from the store: what was filled just now is not served exactly
+    again = assembled_logits(pair[1], prompt, 0.0)  # from the store: new chunks are not exact either
     assert torch.equal(small, again)
 
 
@@ -75,7 +75,7 @@ def test_engines_of_both_kinds_on_one_directory(tmp_path):
 
 
 def test_wrong_scales_turn_the_cache_off(monkeypatch, caplog):
-    """The gate sees what the rest of the start-up test cannot: it is made with exact entries."""
+    """Only this part of the start-up test can notice it, because the other parts use exact entries."""
     model = make("llama", 2)
     of = hf_self_test.PackedKV.of
 

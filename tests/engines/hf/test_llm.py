@@ -1,4 +1,4 @@
-"""The public class: what it reports, what it falls back to, what it refuses."""
+"""The public class: its reports, its fallbacks, and its errors."""
 
 import logging
 import random
@@ -34,7 +34,7 @@ def llm():
 
 @pytest.fixture
 def filling():
-    """An engine that stores documents before it answers: what it answers first is what it answers again."""
+    """An engine that stores documents before it answers, so that its first answer equals its later ones."""
     with LLM(make("llama"), **FILL_FIRST) as engine:
         yield engine
 
@@ -110,7 +110,7 @@ def test_longrope_keeps_short_and_long_entries_apart():
 
 
 def test_a_chunk_that_does_not_fit_behind_its_sink_prefix_is_prefilled(narrow, tokenizer):
-    """Inside the prompt it fits; alone, after a long sink prefix, it would not."""
+    """It fits into the prompt, but not behind a long sink prefix."""
     llm = LLM(narrow, tokenizer, **FILL_FIRST, min_chunk_tokens=1, sink_prefix="a long text " * 20)
     llm.chunk_cache._max_positions = 70
     text = "Be brief. # # " + "The ferry leaves. " * 8 + "# # Open at ten. # # When does it open?"
@@ -139,7 +139,7 @@ def test_bad_prompts_are_one_line_and_lose_nothing(llm, bad, message):
     with pytest.raises(PromptError, match=message) as error:
         llm.generate([prompt(3, 30, 5), *bad], max_tokens=2)
     assert "\n" not in str(error.value)
-    assert llm.chunk_cache.get_stats()["total_chunks"] == 1  # nothing lost, nothing half done
+    assert llm.chunk_cache.get_stats()["total_chunks"] == 1  # nothing is lost or half done
     assert llm.generate([prompt(3, 20, 5)], max_tokens=1)[0].mode == "reuse"
 
 
@@ -320,7 +320,8 @@ def test_unknown_model_is_one_line():
 
 
 def test_both_ways_of_generating_sample_from_the_same_distribution(llm):
-    """Settings the model brings along, also ones we have no parameter for, hold with and without the cache."""
+    """The model's own generation settings, including those without a parameter of ours, apply with and without the
+    cache."""
     llm.model.generation_config.update(do_sample=True, min_p=0.2, suppress_tokens=[5, 6], temperature=3.0)
     sampled = {True: set(), False: set()}
     for use, seen in sampled.items():
@@ -330,7 +331,7 @@ def test_both_ways_of_generating_sample_from_the_same_distribution(llm):
             )
             seen.add(output.token_ids)
     assert len(sampled[True]) > 1
-    assert len(sampled[True] ^ sampled[False]) <= 2  # a rare token may come up in one and not in the other
+    assert len(sampled[True] ^ sampled[False]) <= 2  # a rare token may be sampled on one side only
 
 
 def test_threads_and_engines_share_a_model_safely(llm):
@@ -391,7 +392,8 @@ def test_weights_changed_after_the_start_make_new_entries(filling, change):
 
 
 def test_a_chunk_alone_may_be_in_another_rope_regime_than_its_prompt(tokenizer):
-    """Behind a long sink prefix the chunk alone is past longrope's switch, the prompt is not: do not store that."""
+    """Behind a long sink prefix the chunk is past longrope's switch, but the prompt is not. Such KV must not be
+    stored."""
     llm = LLM(make("phi3-longrope"), enable_chunk_cache=True)
     llm.chunk_cache.sink = tuple(range(3, 11))
     [output] = llm.generate([ChunkedPrompt(tuple(TOKENS[:62]), (Span(0, 61),))], max_tokens=1)
@@ -405,7 +407,7 @@ def test_a_policy_that_needs_more_layers_than_there_are_is_refused_at_start(poli
 
 
 def test_a_policy_of_a_profile_that_does_not_exist_is_blamed_on_the_profile(smollm2_folder, tmp_path, monkeypatch):
-    """Such as one with options that a newer version no longer has."""
+    """For example, a policy with options that a newer version no longer has."""
     monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path))
     path = profile_path(str(smollm2_folder))
     write_profile(Profile(policy="composite(link=0.5)", recompute_ratio=0.15, sink_prefix="bos"), path)

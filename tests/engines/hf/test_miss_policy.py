@@ -1,4 +1,4 @@
-"""What becomes of chunks that are not in the store."""
+"""Treatment of chunks that are not in the store."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_a_new_document_among_known_ones_is_computed_in_sight_of_them(narrow, to
 
 
 def test_filled_behind_the_answer_is_what_filling_first_gives(narrow, tokenizer):
-    """The same entries, whenever they are made."""
+    """Entries are the same, whenever they are made."""
     behind, first = engine(narrow, tokenizer, "background"), engine(narrow, tokenizer, "fill-first")
     behind.chat(MESSAGES, documents=DOCUMENTS, max_tokens=1)
     parsed = parse(behind)

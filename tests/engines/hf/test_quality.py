@@ -1,4 +1,4 @@
-"""Quality grows with the ratio: what a wrong mask, shifted positions or an unscaled turn would break."""
+"""Quality grows with the ratio. A wrong mask, shifted positions or an unscaled rotation would break this."""
 
 import statistics
 from itertools import pairwise

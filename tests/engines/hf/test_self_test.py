@@ -1,4 +1,4 @@
-"""The start-up gate: what is broken turns the cache off with one line, what is right does not."""
+"""The start-up gate: errors turn the cache off with one line, and right results do not."""
 
 import logging
 from copy import deepcopy
@@ -35,7 +35,7 @@ def keys_turned_in_other_pairs(patch):
 
 
 def first_tokens_left_out(patch):
-    """What LMCache does to separators: their KV is not there."""
+    """Leaves out KV as LMCache does for separators."""
 
     def without_them(entry, k_out, v_out, position, turns):
         right(entry, k_out, v_out, position, turns)
@@ -79,7 +79,7 @@ FIRST = (keys_not_turned, torch.float32)
 @pytest.fixture(params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def dtype(request):
     if request.param == torch.float32:
-        yield request.param  # watching each operation costs more than a small model
+        yield request.param  # watching each operation takes longer than a small model does
     else:
         with fast_products():
             yield request.param
@@ -143,7 +143,7 @@ def test_real_models_pass_with_every_sink_prefix(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*SUPPORTED, *CHUNKED])
 def test_random_weights_pass(name, dtype):
-    """The mixtures of experts among them send tokens other ways for a rounding error."""
+    """Rounding errors send tokens to other experts in the mixtures of experts among them."""
     for seed in range(examples(3, 1)):
         with fast_products():
             llm = LLM(make(name, seed).to(dtype), enable_chunk_cache=True)

@@ -54,7 +54,7 @@ def test_answers_are_those_of_transformers(llm, smollm2, tokenizer):
 
 @pytest.fixture(scope="module")
 def double_precision(smollm2_folder):
-    """The model in fp64, its rotary table too: what both ways of computing a chunk in fp32 should give."""
+    """The model in fp64, including its rotary table: the ideal result of both ways of computing a chunk in fp32."""
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float64).eval()
     frequencies = model.model.rotary_emb.inv_freq.double()
 
@@ -74,7 +74,7 @@ def without_sink(smollm2, tokenizer):
 
 
 def by_token(error):
-    """Its size for each token; ``error`` is [heads, layers, tokens, columns]."""
+    """Size of an error for each token; ``error`` is [heads, layers, tokens, columns]."""
     return error.square().sum(dim=(0, 1, 3)).sqrt()
 
 
@@ -93,7 +93,7 @@ def exact_kv(double_precision, chunk, place):
 @PLACES
 def test_moving_alone_adds_nothing_but_rounding(without_sink, double_precision, places):
     """KV of float64 is stored in float32, moved, and compared with float64 at its new place. No attention is computed
-    between, which could magnify rounding. An angle, position times frequency, is only as good as float32 has it."""
+    between, which could magnify rounding. An angle, position times frequency, is only as precise as float32."""
     llm = without_sink
     place = random.randrange(*places)
     chunk = [random.randrange(1000, 40000) for _ in range(64)]

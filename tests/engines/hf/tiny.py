@@ -48,7 +48,7 @@ from transformers import (
 VOCABULARY = 300
 WINDOW = 16
 LIMIT = 64
-"""Length past which longrope and dynamic NTK tables change."""
+"""Length beyond which longrope and dynamic NTK tables change."""
 
 _BASE = {
     "vocab_size": VOCABULARY,
@@ -142,7 +142,7 @@ SUPPORTED = {
             **_rope(),
         },
     ),
-    # Windows that these models put into their masks and nowhere else.
+    # Windows that these models have in their masks only.
     "qwen2-moe-window": (
         Qwen2MoeForCausalLM,
         Qwen2MoeConfig,
@@ -160,8 +160,8 @@ SUPPORTED = {
     "smollm3-nope": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
 }
 
-# Exact when recomputed; but where its attention is cut depends on absolute positions, so a chunk moved to
-# another place is not the chunk computed there.
+# Exact when recomputed. But its attention is cut at absolute positions, so a chunk that is moved to
+# another place differs from the chunk computed there.
 CHUNKED = {
     "llama4": (
         Llama4ForCausalLM,

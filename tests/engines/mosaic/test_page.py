@@ -1,4 +1,4 @@
-"""The page that draws requests: what is in its file, and what a browser makes of it."""
+"""The page that draws requests: its file, and how a browser shows it."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""Documents and the ways in which applications send them: as parts of a message, as results of a tool."""
+"""Documents, and the ways in which applications send them: parts of a message, or results of a tool."""
 
 import random
 
@@ -47,7 +47,7 @@ def user(texts):
 
 
 def system_prompt():
-    """Another one each time."""
+    """A different system prompt each time."""
     return f"You work for archive number {random.randrange(10**9)}. Answer from what you are given, and be brief."
 
 
@@ -56,7 +56,7 @@ def shuffled():
 
 
 def results():
-    """A conversation in which a tool gave the documents."""
+    """A conversation in which a tool returned the documents."""
     call = {"type": "function", "function": {"name": "search", "arguments": '{"query": "boxes"}'}}
     messages = [{"role": "system", "content": system_prompt()}, {"role": "user", "content": QUESTION}]
     for number, document in enumerate(shuffled()):

@@ -1,4 +1,4 @@
-"""Real vLLM engines, one at a time in this process, and models that are as small as their tests allow."""
+"""Real vLLM engines, one at a time in this process, with models that are as small as possible."""
 
 import gc
 import importlib.util
@@ -23,8 +23,8 @@ if torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_inspection():
-    """vLLM looks at a model's class in a process of its own, which imports vLLM again, so that CUDA is not
-    initialised here. Without CUDA it may look at it in this one."""
+    """vLLM inspects a model's class in a separate process, which imports vLLM again, so that CUDA is not initialised
+    here. Without CUDA, the inspection may run in this process."""
     if torch.cuda.is_available() or not importlib.util.find_spec("vllm"):
         yield
         return
@@ -38,8 +38,8 @@ def quick_inspection():
 @pytest.fixture(scope="session", autouse=True)
 def one_engine_at_a_time():
     """Engines of this process share vLLM's connector and process groups, and an engine that is collected destroys
-    them. A failed test's traceback keeps its engine: collected later, it would take the groups of the next one along.
-    So an engine ends when the next one starts."""
+    them. A failed test's traceback keeps its engine alive. If that was collected later, it would destroy the groups
+    of the next engine. So an engine ends when the next one starts."""
     if not importlib.util.find_spec("vllm"):
         yield
         return
@@ -72,7 +72,7 @@ def one_engine_at_a_time():
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
-    """Prompts are tokens: it has no tokenizer."""
+    """A tiny Llama without a tokenizer, so prompts are tokens."""
     from tests.engines.vllm.tiny import write_tiny_llama
 
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama")
@@ -80,7 +80,7 @@ def tiny_llama(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_gemma(tmp_path_factory):
-    """With sliding windows; without a tokenizer."""
+    """A tiny Gemma with sliding windows, without a tokenizer."""
     from tests.engines.vllm.tiny import WINDOW, write_tiny_gemma
 
     return write_tiny_gemma(tmp_path_factory.mktemp("models") / "gemma", WINDOW)
@@ -88,7 +88,7 @@ def tiny_gemma(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_deepseek(tmp_path_factory):
-    """With a latent that all heads share; without a tokenizer."""
+    """A tiny DeepSeek with a latent that all heads share, without a tokenizer."""
     from tests.engines.vllm.tiny import write_tiny_deepseek
 
     return write_tiny_deepseek(tmp_path_factory.mktemp("models") / "deepseek")
@@ -96,7 +96,7 @@ def tiny_deepseek(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory, smollm2_folder):
-    """SmolLM2's tokenizer, and enough layers for every policy."""
+    """A tiny model with SmolLM2's tokenizer, and enough layers for every policy."""
     from tests.engines.vllm.tiny import write_tiny_text
 
     return write_tiny_text(tmp_path_factory.mktemp("models") / "text", smollm2_folder)
@@ -104,7 +104,7 @@ def tiny_text(tmp_path_factory, smollm2_folder):
 
 @pytest.fixture
 def passes(llm, monkeypatch):
-    """Runs in each pass of the sparse forward from now on, all of them through the backend."""
+    """Runs of each pass of the sparse forward from now on. All go through the backend."""
     from tests.engines.vllm.helpers import note_passes
 
     return note_passes(monkeypatch)

@@ -11,8 +11,8 @@ from tests.half_precision import IS_NATIVE, fast_products
 
 @contextmanager
 def half_precision() -> Iterator[None]:
-    """For engines of this process. Without such instructions vLLM's matrix products are the slow ones of oneDNN: they
-    are left to torch, whose are made bearable."""
+    """Half precision for engines of this process. Without such instructions, vLLM uses slow matrix products of
+    oneDNN. They are replaced by torch's, which are made faster."""
     with pytest.MonkeyPatch.context() as patch, fast_products():
         if not IS_NATIVE:
             patch.setattr(custom_ops, "_supports_onednn", False)

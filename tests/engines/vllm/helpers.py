@@ -1,5 +1,5 @@
-"""What the tests of the vLLM engine share: engines, prompts, comparisons. Only this file knows how the engine looks
-inside."""
+"""Helpers of the tests of the vLLM engine: engines, prompts, comparisons. Only this file depends on the engine's
+internals."""
 
 import random
 import threading
@@ -26,20 +26,20 @@ SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": 512,
     "disable_log_stats": False,
 }
-"""Small blocks, so that short prompts fill several: only full blocks enter the prefix cache. Few of them: they are
-written with zeros when an engine starts."""
+"""Small blocks, so that short prompts fill several, because only full blocks enter the prefix cache. There are few,
+because an engine fills them with zeros when it starts."""
 if torch.cuda.is_available():
     SMALL["gpu_memory_utilization"] = 0.2  # what an engine leaves behind must fit beside the next one
 
 SEPARATOR = " # # "
 OURS: dict[str, Any] = {"client_parameters": "all", "min_chunk_tokens": 1, "chunk_separator": SEPARATOR}
-"""Settings of the chunk cache that tests have unless they say otherwise."""
+"""Settings of the chunk cache in tests that do not choose others."""
 PART = 256
 """Tokens of an entry of an exact prefix, in a model without sliding windows."""
 
 
 def start(model: str | Path, **settings: Any) -> LLM:
-    """An engine with a chunk cache, in this process; it ends the one that was started last (``conftest.py``)."""
+    """An engine with a chunk cache, in this process; it ends the engine that was started before (``conftest.py``)."""
     return LLM(str(model), enable_chunk_cache=True, **SMALL | OURS | settings)
 
 
@@ -58,7 +58,7 @@ def prompt(system: str, documents: Sequence[str], question: str = "Tell me about
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
-    """Always the likeliest token, as many as asked for; request parameters as ``params``."""
+    """Greedy sampling of a fixed number of tokens, with ``params`` as request parameters."""
     params = more.pop("params", None)
     extra = {"kv_transfer_params": params} if params else None
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra, **more)
@@ -70,7 +70,7 @@ def answer(llm: LLM, texts: Sequence[Any], **params: Any) -> list[RequestOutput]
 
 
 def answer_each(llm: LLM, texts: Sequence[Any], parameters: Sequence[dict[str, Any]]) -> list[RequestOutput]:
-    """Likewise, each with parameters of its own."""
+    """Answers to texts that are sent together, each with its own parameters."""
     return llm.generate(texts, [greedy(10, logprobs=1, params=each) for each in parameters], use_tqdm=False)
 
 
@@ -117,7 +117,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 
 def forget(llm: LLM) -> None:
-    """Have the last request's KV stored, then empty vLLM's own prefix cache, and nothing else."""
+    """Have the last request's KV stored, then empty only vLLM's own prefix cache."""
     ask(llm, draw(5))
     assert llm.reset_prefix_cache()
 
@@ -126,7 +126,7 @@ def forget(llm: LLM) -> None:
 
 
 def same(ours: RequestOutput, theirs: RequestOutput, tolerance: float = 1e-3) -> None:
-    """The same tokens, found as likely up to rounding."""
+    """Check that two answers have the same tokens, with the same probabilities up to rounding."""
     mine, yours = ours.outputs[0], theirs.outputs[0]
     assert mine.token_ids == yours.token_ids
     for step, other in zip(mine.logprobs, yours.logprobs, strict=True):
@@ -135,13 +135,14 @@ def same(ours: RequestOutput, theirs: RequestOutput, tolerance: float = 1e-3) ->
 
 
 def exact(output: RequestOutput) -> tuple[list[int], list[dict[int, float]]]:
-    """What the model said, and how likely it found the likeliest tokens, to the last bit."""
+    """The tokens of an answer and the probabilities of the likeliest tokens, for comparison to the last bit."""
     said = output.outputs[0]
     return list(said.token_ids), [{token: each.logprob for token, each in step.items()} for step in said.logprobs]
 
 
 def close(ours: RequestOutput, theirs: RequestOutput) -> None:
-    """The same tokens; computed in other pieces, numbers may be rounded differently."""
+    """Check that two answers have the same tokens. Numbers that were computed in other pieces may be rounded
+    differently."""
     (mine, mine_steps), (yours, yours_steps) = exact(ours), exact(theirs)
     assert mine == yours
     for token, a, b in zip(mine, mine_steps, yours_steps, strict=True):
@@ -149,7 +150,8 @@ def close(ours: RequestOutput, theirs: RequestOutput) -> None:
 
 
 def as_before(again: RequestOutput, before: RequestOutput) -> None:
-    """The same to the last bit; on a GPU up to rounding, which depends on how many tokens are computed at once."""
+    """Check that answers are equal to the last bit, or on a GPU up to rounding, which depends on how many tokens are
+    computed at once."""
     if torch.cuda.is_available():
         close(again, before)
     else:
@@ -157,13 +159,13 @@ def as_before(again: RequestOutput, before: RequestOutput) -> None:
 
 
 def report(output: RequestOutput) -> dict[str, Any]:
-    """What a request that asked for it was told of its chunks."""
+    """The report of a request that asked for one."""
     assert output.kv_transfer_params is not None
     return output.kv_transfer_params
 
 
 def statuses(output: RequestOutput) -> list[str]:
-    """What became of each chunk of a request that asked for a report."""
+    """The status of each chunk of a request that asked for a report."""
     return [chunk["status"] for chunk in report(output)["chunks"]]
 
 
@@ -171,12 +173,12 @@ def statuses(output: RequestOutput) -> list[str]:
 
 
 def worker_side() -> Any:
-    """Of the engine that was started last in this process."""
+    """The worker side of the engine that was started last in this process."""
     return get_kv_transfer_group().worker
 
 
 def model_config() -> Any:
-    """vLLM's, as the worker knows it."""
+    """vLLM's ``ModelConfig``, as the worker has it."""
     return get_kv_transfer_group()._vllm_config.model_config
 
 
@@ -186,7 +188,7 @@ def store() -> Any:
 
 
 def fast_tiers() -> list[Any]:
-    """All but the last one, fastest first."""
+    """All tiers but the last one, fastest first."""
     return list(store()._stack.tiers[:-1])
 
 
@@ -200,7 +202,7 @@ def stored_entry(key: Any) -> Any:
 
 
 def forget_fast_copies() -> None:
-    """Back to a process that has seen nothing yet but the slowest tier."""
+    """Empty all tiers but the slowest, as in a process that has just started."""
     stack = store()._stack
     store().flush()
     for tier in fast_tiers():
@@ -211,7 +213,7 @@ def forget_fast_copies() -> None:
 
 
 def note_readers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """Threads that read the slowest tier from now on, once for each entry."""
+    """The threads that read the slowest tier from now on, one item for each entry."""
     tier, readers = slowest_tier(), list[threading.Thread]()
     read = tier.get
 
@@ -229,7 +231,7 @@ def paged_caches() -> list[torch.Tensor]:
 
 
 def fill_alone(context: Sequence[int], tokens: Sequence[int]) -> Any:
-    """Canonical K and V of one chunk, computed in blocks that nobody uses just now."""
+    """Canonical K and V of one chunk, computed in unused blocks."""
     side = worker_side()
     blocks = [list(range(1, 40)) for _ in side.forward.kv.block_sizes]
     [packed] = side.paged.fill(context, [tokens], blocks, side.paged.format)
@@ -241,7 +243,7 @@ def fill_in_background(fills: Sequence[Any]) -> None:
 
 
 def note_fills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """Context and chunks of what the worker fills from now on."""
+    """Contexts and chunks that the worker fills from now on."""
     filled: list[tuple[Any, Any]] = []
     filler = worker_side()._filler
     fill = filler.fill
@@ -255,7 +257,7 @@ def note_fills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
 
 def note_loads(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> list[int]:
-    """How many requests each step loads from now on; ``then`` is called behind each."""
+    """Number of requests that each step loads from now on. ``then`` is called after each step."""
     counts: list[int] = []
     loader = worker_side().loader
     load = loader.load
@@ -271,7 +273,7 @@ def note_loads(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] = lambd
 
 
 def note_placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """Entries with their positions, and blocks, that are put in place from now on."""
+    """Entries that are placed from now on, with their positions and blocks."""
     placed: list[tuple[Any, Any]] = []
     blocks = worker_side().paged
     place = blocks.place
@@ -286,7 +288,7 @@ def note_placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
 
 def note_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Runs in each pass of the sparse forward from now on, all of them through the backend."""
+    """Runs of each pass of the sparse forward from now on. All go through the backend."""
     forward = worker_side().forward
     counts: list[int] = []
     compute = forward._forward
@@ -315,28 +317,28 @@ def note_adapters(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def adapter_manager() -> Any:
-    """vLLM's own."""
+    """vLLM's adapter manager."""
     return worker_side().forward._runner.lora_manager._adapter_manager
 
 
 def limit_runs(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Let a pass take no more runs than that."""
+    """Limit the number of runs of a pass."""
     monkeypatch.setattr(worker_side().forward._metadata, "max_runs", most)
 
 
 def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no costs learnt: on a busy machine, moving KV may take longer than computing it with a tiny model, and
-    requests would rightly be served plainly."""
+    """Prevent costs from being learnt: on a busy machine, moving KV may take longer than computing it with a tiny
+    model, and requests would rightly be served plainly."""
     monkeypatch.setattr(worker_side().timer, "_observe", lambda stage, tokens, seconds: None)
 
 
 def learn_nothing(worker: Any) -> None:
-    """The same on a rank, for good."""
+    """Prevent costs from being learnt on a rank, permanently."""
     worker_side().timer._observe = lambda stage, tokens, seconds: None
 
 
 def chosen_last() -> tuple[int, ...]:
-    """What the worker's policy chose for the latest prompt."""
+    """The tokens that the worker's policy chose for the latest prompt."""
     choices = worker_side().blender._choices
     return tuple(choices[next(reversed(choices))].positions.tolist())
 
@@ -345,7 +347,7 @@ def chosen_last() -> tuple[int, ...]:
 
 
 def core_scheduler(llm: LLM) -> Any:
-    """vLLM's own."""
+    """vLLM's scheduler."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
@@ -358,7 +360,7 @@ def scheduler_side(llm: LLM) -> Any:
 
 
 def is_idle(llm: LLM) -> bool:
-    """Whether the scheduler's side remembers no request."""
+    """Whether the scheduler side remembers no request."""
     side = scheduler_side(llm)
     return not side._requests and not side._loads.in_slices
 
@@ -369,12 +371,12 @@ def waiting_fills(llm: LLM) -> int:
 
 
 def learnt_costs(llm: LLM) -> Any:
-    """Of the first rank: seconds of a stage as a line over tokens, by stage."""
+    """Costs of the first rank: by stage, the seconds as a line over tokens."""
     return scheduler_side(llm)._admission._costs[0]
 
 
 def add_cost(monkeypatch: pytest.MonkeyPatch, llm: LLM, more: int) -> None:
-    """Have every request cost that many tokens more."""
+    """Make every request cost more, by a number of tokens."""
     admission = scheduler_side(llm)._admission
     count, cost = admission.tokens_to_compute, admission._load_cost
 
@@ -387,17 +389,17 @@ def add_cost(monkeypatch: pytest.MonkeyPatch, llm: LLM, more: int) -> None:
 
 
 def lend_nothing(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    """As when vLLM is too short of blocks to lend any."""
+    """Lend no blocks, as when vLLM has too few."""
     monkeypatch.setattr(scheduler_side(llm)._lender, "lend", lambda *_: ())
 
 
 def choose_at_any_length(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    """Also where looking at the prompt takes more than a step."""
+    """Let policies probe prompts even if that takes more than a step."""
     monkeypatch.setattr(scheduler_side(llm)._admission, "choice_is_long", lambda *_: False)
 
 
 def set_miss_policy(monkeypatch: pytest.MonkeyPatch, llm: LLM, policy: str) -> None:
-    """On the scheduler's side alone, for what it notes as missing."""
+    """Set ``miss_policy`` on the scheduler side only, for chunks that it notes as missing."""
     config = load_config(enable_chunk_cache=True, miss_policy=policy, client_parameters="all")
     side = scheduler_side(llm)
     for part in (side, side._waiting, side._loads):
@@ -405,7 +407,8 @@ def set_miss_policy(monkeypatch: pytest.MonkeyPatch, llm: LLM, policy: str) -> N
 
 
 def judge_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[bool]:
-    """Have every request judged twice, and only the first judgement of all be in its favour; one item for each."""
+    """Have every request judged twice. Only the first of all judgements is in favour of reuse. Returns a list with an
+    item for each judgement."""
     side = scheduler_side(llm)
     judged: list[bool] = []
     judge = side._waiting._is_worth_it
@@ -420,10 +423,10 @@ def judge_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[bool]:
 
 
 def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """How long a request waits for its chunks."""
+    """Set how long a request waits for its chunks."""
     monkeypatch.setattr(waiting, "PATIENCE_SECONDS", seconds)
 
 
 def set_overdue(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """How long a chunk waits for a step that computes no prompts."""
+    """Set how long a chunk waits for a step that computes no prompts."""
     monkeypatch.setattr(backlog, "OVERDUE_SECONDS", seconds)

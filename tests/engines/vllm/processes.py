@@ -1,8 +1,8 @@
-"""Engines in processes of their own, next to this one or killed by it.
+"""Engines in separate processes, which run next to this one or are killed by it.
 
 Importing vLLM takes 10 to 20 s of a core; starting a tiny engine takes 3 s. So these processes are forked from one
-that has imported it and does nothing else, and ranks are forked from their engine. Each still has its own memory,
-files and connections.
+that has only imported it, and ranks are forked from their engine. Each still has its own memory, files and
+connections.
 """
 
 import fcntl
@@ -38,19 +38,19 @@ _forks.set_forkserver_preload(IMPORTED)
 
 
 def _take_cores() -> IO[str]:
-    """Wait until no other engine of several ranks is running on this machine; closing the file lets the next one run.
-    Ranks wait for each other by spinning: four of them on two cores take minutes for what two do in seconds."""
+    """Wait until no other engine of several ranks is running on this machine. Closing the file lets the next one run.
+    Ranks wait for each other by spinning, so four of them on two cores need minutes where two need seconds."""
     lock = open(Path(tempfile.gettempdir()) / "kvmosaic-test-ranks.lock", "w")  # noqa: SIM115  # closed by the engine
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
 class EngineApart:
-    """An engine in a process of its own, which does with it what it is told to, one thing after the other."""
+    """An engine in a separate process, which calls functions with it, one after the other."""
 
     def __init__(self, model: str, ranks: int = 1, with_cache: bool = True, stages: int = 1, **settings: Any) -> None:
-        """``ranks``: tensor-parallel ones, of each of the pipeline ``stages``. ``settings`` are vLLM's and the chunk
-        cache's; those of ``SMALL`` hold besides."""
+        """``ranks``: number of tensor-parallel ranks of each of the pipeline ``stages``. ``settings`` are vLLM's and
+        the chunk cache's, in addition to those of ``SMALL``."""
         workers = ranks * stages
         self._cores = _take_cores() if workers > 1 else None
         descriptor, name = tempfile.mkstemp(prefix="kvmosaic-engine-", suffix=".log")
@@ -77,16 +77,16 @@ class EngineApart:
         return self.process.pid
 
     def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """What ``function(llm, …)``, of some module, returns in that process."""
+        """The result of ``function(llm, …)``, a function of some module, in that process."""
         self.send(function, *arguments, **keywords)
         return self.receive()
 
     def send(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
-        """Likewise, without waiting for it."""
+        """Call a function in that process, without waiting for its result."""
         self._ours.send((function, arguments, keywords))
 
     def receive(self) -> Any:
-        """What the next function returned."""
+        """The result of the next function."""
         assert self._ours.poll(WAIT_SECONDS), f"no answer after {WAIT_SECONDS:g} s: {self.said()}"
         try:
             result, error = self._ours.recv()
@@ -96,7 +96,7 @@ class EngineApart:
         return result
 
     def kill(self) -> None:
-        """By a signal that leaves it no time for anything."""
+        """Kill the process with SIGKILL."""
         self.process.kill()
         self.process.join(60)
         self._let_go()
@@ -104,7 +104,7 @@ class EngineApart:
         self._log.unlink()
 
     def stop(self) -> None:
-        """As a user would."""
+        """Stop the process as a user would."""
         self._ours.close()
         self.process.join(60)
         self._let_go()
@@ -115,11 +115,11 @@ class EngineApart:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """Whatever happened, nothing is left running."""
+        """Make sure that nothing is left running."""
         if self.process.is_alive() and failure[0] is None:
             self.stop()
         elif self.process.is_alive():
-            os.killpg(self.pid, signal.SIGKILL)  # with its ranks: one may wait for the other for ever
+            os.killpg(self.pid, signal.SIGKILL)  # with its ranks, because one may wait for the other forever
         self._let_go()
 
     def _let_go(self) -> None:

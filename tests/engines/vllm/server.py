@@ -1,4 +1,4 @@
-"""``kvmosaic serve`` in a process of its own."""
+"""``kvmosaic serve`` in a separate process."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Stored documents of a real engine, looked after over HTTP."""
+"""Stored documents of a real engine, managed over HTTP."""
 
 import asyncio
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ KEY = "a secret of many letters"
 
 
 class Server:
-    """An engine behind the application, and those who ask either."""
+    """An engine behind the admin application, and clients of both."""
 
     def __init__(self, loop, engine):
         self.loop, self.engine = loop, engine
@@ -46,7 +46,7 @@ class Server:
             return answer.status_code, answer.json()
 
     def complete(self, text, documents):
-        """What a client is told that names documents."""
+        """The report to a client that names documents."""
 
         async def complete():
             params = {"documents": documents, "report": True}
@@ -117,7 +117,7 @@ def test_the_life_of_a_document(server):
     assert digest not in server.listed()
     assert server.delete(f"/{digest}")[0] == 404
     told = server.complete(f"Answer at length.\nSource 1: {first}\n\nWhere does the ferry go?", [first])
-    assert (told["mode"], told["fallback_reason"]) == ("plain", "not-stored")  # the scheduler knows it, too
+    assert (told["mode"], told["fallback_reason"]) == ("plain", "not-stored")  # the scheduler also knows it
 
     other = server.post(json={"text": second})[1]["hash"]
     assert server.post("/delete", json={"text": second}) == (200, {"hash": other, "deleted": True})

@@ -1,4 +1,4 @@
-"""Entries from host memory that are late: everybody who needs them waits, on the GPU."""
+"""Entries from host memory that arrive late: everything that needs them waits, on the GPU."""
 
 import random
 
@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 LATE = 20_000_000
-"""Cycles of the GPU's clock, some 10 ms, by which each group of layers is late."""
+"""Delay of each group of layers, in cycles of the GPU's clock: about 10 ms."""
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])
@@ -50,12 +50,12 @@ def test_late_entries_are_waited_for(llm, ratio, monkeypatch):
     for _ in range(3):
         ids, boundaries = join([[5] * 20, *random.sample(documents, 6), draw(9)])
         params = {"boundaries": boundaries, "recompute_ratio": ratio, "policy": "composite"}
-        ask(llm, ids, **params)  # fills what is missing, and chooses
+        ask(llm, ids, **params)  # fills missing chunks, and chooses
         in_time = ask(llm, ids, **params)
         with monkeypatch.context() as patch:
             patch.setattr(LayerArrivals, "follow", late(LayerArrivals.follow))
             same(ask(llm, ids, **params), in_time)
             patch.setattr(LayerArrivals, "wait", lambda self, layer: None)
-            with pytest.raises(AssertionError):  # or nobody would notice
+            with pytest.raises(AssertionError):  # otherwise a mistake would not show
                 same(ask(llm, ids, **params), in_time)
         torch.cuda.synchronize()

@@ -1,5 +1,5 @@
-"""Documents that nobody named, in a running engine: found when they come back in another order, filled in the
-background, and at ratio 1 answers are those of plain vLLM."""
+"""Documents that are not named, in a running engine: they are found when they recur in another order, and filled in
+the background. At ratio 1 answers are those of plain vLLM."""
 
 import random
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 DOCUMENT, COUNT = 220, 4
 ORDERS = [(0, 1, 2, 3), (3, 1, 0, 2), (2, 1, 3, 0), (1, 0, 3, 2)]
-"""No document follows the same one in the first two."""
+"""In the first two orders, no document follows the same document."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def llm(tiny_llama):
 
 
 def prompts():
-    """The same documents in other orders, between texts of their own."""
+    """The same documents in different orders, between texts that do not recur."""
     documents = [draw(DOCUMENT) for _ in range(COUNT)]
     return [
         [*draw(random.randrange(20, 40)), *(token for index in order for token in documents[index]), *draw(12)]
@@ -38,7 +38,7 @@ def prompts():
 
 
 def serve(llm, tokens, **params):
-    """With an answer that is long enough for fills behind it."""
+    """Answer prompts. Answers are long enough for background fills."""
     [output] = ask(llm, tokens, max_tokens=60, report=True, **params)
     return output
 
@@ -47,13 +47,13 @@ def test_from_the_third_prompt_on_most_of_the_documents_is_reused(llm, monkeypat
     measure_nothing(monkeypatch)
     told = [report(serve(llm, tokens, recompute_ratio=0.0)) for tokens in prompts()]
     assert [each["mode"] for each in told] == ["plain", "plain", "reuse", "reuse"]
-    assert told[0]["fallback_reason"] is None  # nothing came back yet
+    assert told[0]["fallback_reason"] is None  # nothing has recurred yet
     for each in told[2:]:
         assert each["reused_tokens"] >= 0.7 * COUNT * DOCUMENT
 
 
 def test_at_ratio_one_answers_are_those_of_plain_vllm(llm, monkeypatch):
-    set_miss_policy(monkeypatch, llm, "fill-first")  # nobody else would compute all and call it reuse
+    set_miss_policy(monkeypatch, llm, "fill-first")  # other policies would serve ratio 1 plainly
     modes = []
     for tokens in prompts():
         ours = serve(llm, tokens, recompute_ratio=1.0)

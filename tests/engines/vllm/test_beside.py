@@ -1,4 +1,4 @@
-"""Reuse beside other modes of vLLM: structured output, several engines behind one server."""
+"""Reuse together with other features of vLLM: structured output, several engines behind one server."""
 
 import re
 
@@ -32,7 +32,7 @@ def test_structured_output(tiny_text):
 
 @pytest.mark.long
 def test_two_engines_behind_one_server(tmp_path):
-    """Each has a store of its own; requests go to either."""
+    """Each engine has its own store, and requests go to either."""
     options = "--max-model-len 1024 --data-parallel-size 2 --client-parameters all"
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "KVMOSAIC_MISS_POLICY": "fill-first"}
     parts = [{"type": "text", "text": text * 4} for text in (*DOCUMENTS, "Who owns the bakery?")]

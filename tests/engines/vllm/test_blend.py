@@ -1,4 +1,4 @@
-"""Blending inside vLLM: the same tokens and the same logits as the embedded engine, whatever else is going on."""
+"""Blending inside vLLM gives the same tokens and logits as the embedded engine, whatever other requests run."""
 
 import random
 
@@ -67,7 +67,7 @@ def test_both_engines_choose_the_same_tokens_and_give_the_same_logits(llm, refer
 
 @pytest.mark.parametrize("policy", SHARED)
 def test_text_between_chunks_sees_what_is_recomputed_before_it(llm, reference, policy):
-    """As in a conversation. A policy that looks at the prompt has that text computed before it chooses."""
+    """Such text occurs in conversations. Before a policy that looks at the prompt chooses, that text is computed."""
     text = prompt(f"You are number {random.random()}.", DOCUMENTS, "Who owns the bakery? The owner is")
     whole = reference.parser.parse(text)
     between = random.choice(whole.chunks[1:-1])
@@ -93,7 +93,7 @@ def test_ratio_one_is_a_full_prefill_with_every_policy(llm, policy):
 
 
 def test_the_same_request_gives_the_same_answer_whatever_was_served_before(llm):
-    """Same documents under many questions: what one question had recomputed must not reach another."""
+    """The same documents with many questions. Tokens that were recomputed for one question must not reach another."""
     questions = [f"Tell me about the {word}. It is" for word in ("ferry", "bakery", "library", "cheese", "number 7")]
     system = f"Order test {random.random()}."
     texts = [prompt(system, DOCUMENTS * 2, question) for question in questions]
@@ -117,13 +117,13 @@ def test_the_same_request_gives_the_same_answer_whatever_was_served_before(llm):
 
 @pytest.mark.parametrize("policy", ["kv-deviation(part=v)", "sink-link", ASKING])
 def test_a_prompt_is_blended_as_it_was_when_vllm_kept_only_a_part_of_it(llm, policy):
-    """The prefix cache brings back what it still has; the rest must become what it was."""
+    """The prefix cache returns the part that it still has, and the rest must be blended as before."""
     text = prompt(f"Part test {random.random()}.", DOCUMENTS * 2, "Tell me about the bakery. It is")
     [first] = answer(llm, [text], recompute_ratio=0.3, policy=policy)
     llm.reset_prefix_cache()
     [again] = answer(llm, [text], recompute_ratio=0.3, policy=policy)
     same(again, first)
-    # Later blocks go first when others need room.
+    # Later blocks are evicted first when other requests need room.
     pool = block_pool(llm)
     kept = 3
     hashes = list(pool.cached_block_hash_to_block._cache)[kept:]
@@ -148,7 +148,7 @@ def test_more_runs_than_a_pass_takes_come_in_several(llm, passes, monkeypatch):
 
 
 def test_requests_that_share_a_new_system_prompt_in_one_step(llm):
-    """The second one probes through blocks that the first one is about to compute in the same step."""
+    """The second request probes through blocks that the first one computes in the same step."""
     system = f"You are number {random.random()}. " + "Answer with care and in few words, as always. " * 8
     texts = [prompt(system, DOCUMENTS[:2], "One. It is"), prompt(system, DOCUMENTS[1:], "Who owns it? It is")]
     together = answer_each(llm, texts, [{"recompute_ratio": 0.0}, {"recompute_ratio": 0.4, "policy": ASKING}])
@@ -162,7 +162,7 @@ def test_requests_that_share_a_new_system_prompt_in_one_step(llm):
 
 
 def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
-    """Requests beyond the bound wait for the next steps; their answers are the same."""
+    """Requests beyond the bound wait for the next steps, and their answers are the same."""
     texts = [prompt(f"Bound {random.random()}.", random.sample(DOCUMENTS, 3)) for _ in range(5)]
     expected = [answer(llm, [text], recompute_ratio=0.5)[0] for text in texts]
     loads = note_loads(monkeypatch)

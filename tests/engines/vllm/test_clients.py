@@ -1,4 +1,4 @@
-"""Clients as an engine meets them: hostile ones, innocent ones beside them, and users that are kept apart."""
+"""Clients of an engine: hostile ones, innocent ones beside them, and users that are separated by salts."""
 
 import math
 import random
@@ -32,20 +32,20 @@ from tests.entries import kv_of
 pytestmark = pytest.mark.engine
 
 STEP, REQUESTS = 128, 8
-"""Tokens that vLLM computes in a step at most, and requests."""
+"""Maximum number of tokens and of requests in a step of vLLM."""
 LONG = "word " * 30
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_text):
-    """With what clients may send by default."""
+    """An engine with the default parameters that clients may send."""
     room = {"max_num_batched_tokens": STEP, "max_num_seqs": REQUESTS}
     return start(tiny_text, client_parameters="chunk_cache,recompute_ratio,policy,boundaries", **room)
 
 
 @pytest.fixture
 def llm(engine, monkeypatch):
-    """It learns nothing of what reuse costs."""
+    """An engine that learns no costs of reuse."""
     measure_nothing(monkeypatch)
     return engine
 
@@ -55,7 +55,7 @@ def documents(count=3):
 
 
 def cached(output):
-    """Tokens that the answer's usage says were not computed."""
+    """Number of cached tokens in the answer's usage."""
     return output.num_cached_tokens or 0
 
 
@@ -67,7 +67,7 @@ def add(llm, name, ids, count=4, extra=None, **params):
 
 
 def finish(llm, *names):
-    """Step until requests are done; the tokens of each answer."""
+    """Step until requests are done. Returns the tokens of each answer."""
     answers = {}
     for _ in range(3000):
         answers |= {
@@ -78,7 +78,7 @@ def finish(llm, *names):
     raise AssertionError(f"{names} never end")
 
 
-# --- what they send
+# --- input of clients
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,12 @@ def test_a_report_that_is_not_allowed_is_not_given(llm):
         assert output.kv_transfer_params is None
 
 
-# --- who is beside them
+# --- other clients
 
 
 def test_one_request_with_hundreds_of_chunks_does_not_keep_anothers_waiting(llm, monkeypatch):
-    """The other's documents are filled within a few tokens of its answer, and no step fills more than half of one."""
+    """The other request's documents are filled within a few tokens of its answer, and no step fills more than half a
+    step."""
     filled = note_fills(monkeypatch)
     parts = [draw(10), *[draw(20) for _ in range(80)], draw(5)]
     ids, boundaries = join(parts)
@@ -137,7 +138,7 @@ def test_one_request_with_hundreds_of_chunks_does_not_keep_anothers_waiting(llm,
 
 
 def check_slices(llm, length):
-    """A chunk that is filled while another request decodes, and the same filled in one go."""
+    """Compare a chunk that is filled while another request decodes with the same chunk filled in one go."""
     chunk = draw(length)
     ids, boundaries = join([draw(10), chunk, draw(5)])
     free = block_pool(llm).get_num_free_blocks()
@@ -162,7 +163,7 @@ def test_a_long_chunk_is_filled_in_slices_to_what_it_is_in_one_go(llm):
 
 
 def test_what_is_computed_of_a_chunk_under_other_weights_is_not_stored(llm, monkeypatch):
-    """Weights change before its last slice: the scheduler hears of it too late to begin it anew."""
+    """Weights change before the last slice. The scheduler learns of it too late to begin the chunk again."""
     side, chunk, parts = worker_side(), draw(650), []
     weight = side.weights._model.get_parameter("model.embed_tokens.weight")
     fill_slice = side._filler._fill_slice
@@ -191,11 +192,11 @@ def test_what_is_computed_of_a_chunk_under_other_weights_is_not_stored(llm, monk
     assert not [info for info in store().scan() if info.key.num_tokens == len(chunk)]
 
 
-# --- users that are kept apart
+# --- users with salts
 
 
 def test_users_with_salts_of_their_own_learn_nothing_of_each_other(llm):
-    """Neither from what counts as cached, nor from a report, nor from what is found in the store."""
+    """They learn nothing from cached tokens, from reports, or from hits in the store."""
     mine = documents()
     ids = llm.get_tokenizer().encode(prompt("You are helpful, and you say so.", mine))
 

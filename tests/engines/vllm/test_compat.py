@@ -22,7 +22,7 @@ def test_layers_with_a_window_keep_all_tokens_if_others_do():
     assert type(made["a"]) is FullAttentionSpec
     for each in fields(AttentionSpec):
         assert getattr(made["a"], each.name) == getattr(WHOLE if each.name == "block_size" else WINDOWED, each.name)
-    assert FullAttentionSpec.merge(list(made.values())).sliding_window == 20  # vLLM takes them for one group
+    assert FullAttentionSpec.merge(list(made.values())).sliding_window == 20  # vLLM treats them as one group
 
 
 def test_all_layers_with_a_window_are_left_to_vllm():
@@ -38,7 +38,7 @@ def test_what_vllm_sets_on_a_backend_reaches_it():
 
 @pytest.mark.parametrize(("use_mla", "is_v2", "is_by_order"), [(1, 1, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_latent_attention_that_loses_contexts_is_refused(monkeypatch, use_mla, is_v2, is_by_order):
-    """As it does in vLLM 0.26."""
+    """vLLM 0.26 loses contexts in this way."""
     context = make_dataclass("Context", [("prefill_tokens_with_context", int)] if is_by_order else [])
     monkeypatch.setattr(MLACommonPrefillMetadata, "ChunkedContextMetadata", context)
     config = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla), use_v2_model_runner=is_v2)

@@ -1,4 +1,4 @@
-"""What an untested release of vLLM has changed is named, and vLLM is then started without the chunk cache."""
+"""Contracts that an untested release of vLLM has broken are named, and vLLM then starts without the chunk cache."""
 
 import sys
 from dataclasses import dataclass

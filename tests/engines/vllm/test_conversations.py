@@ -1,5 +1,5 @@
-"""Conversations with documents in every turn, beside plain vLLM: the same history is found again, nothing but
-documents is stored, and answers stay what they were."""
+"""Conversations with documents in every turn, compared with plain vLLM: the same history is found again, only
+documents are stored, and answers stay the same."""
 
 import random
 
@@ -19,7 +19,7 @@ def llm(tiny_text):
 
 
 class Conversation:
-    """Turns of random documents and questions; the model's own answers are its history."""
+    """Turns of random documents and questions. The model's own answers are the history."""
 
     def __init__(self, tokenizer, number):
         rng = random.Random(number)
@@ -40,7 +40,7 @@ class Conversation:
         raise NotImplementedError
 
     def hold(self, llm, **params):
-        """Each turn's output, its prompt, and how much of the prompt is the history that the turn before computed."""
+        """Output and prompt of each turn, and the number of the prompt's tokens that the turn before computed."""
         messages, outputs, known = [SYSTEM], [], []
         for turn in self._turns:
             messages += turn
@@ -75,7 +75,7 @@ class WithParts(Conversation):
         return [{"role": "user", "content": [asked]}, calls, *results]
 
     def is_document(self, text):
-        """Whether the text is a document but for the words at its ends, which may merge with their neighbours."""
+        """Whether the text is a document, except for the words at its ends, which may merge with their neighbours."""
         return any(text in each and len(text) > 0.7 * len(each) for each in self.documents)
 
 
@@ -126,11 +126,11 @@ def test_nothing_but_documents_is_stored(llm, tokenizer, make):
     texts = [tokenizer.decode(store()._stack.known.read(0, info.key)[0].tokens) for info in store().scan()]
     system = [text for text in texts if not conversation.is_document(text)]
     assert len(texts) > len(system)
-    assert len(system) <= 1  # the end of the system prompt, which no user wrote
+    assert len(system) <= 1  # the end of the system prompt, which is no document
 
 
 def test_a_conversation_asked_again_gives_the_same_answers(llm, make):
-    """From vLLM's prefix cache in one turn, put together from documents in the other."""
+    """In one turn vLLM's prefix cache has the blocks, in the other they are assembled from documents."""
     conversation = make()
     first = conversation.hold(llm, recompute_ratio=0.0)
     assert llm.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""What is predicted from measured times, some of which a busy machine made far too long."""
+"""Predictions from measured times, some of which are far too long because the machine is busy."""
 
 import random
 
@@ -18,7 +18,7 @@ def measured(observations):
 
 @given(st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integers(0))
 def test_a_line_is_found_among_delays(fixed, per_token, seed):
-    """As long as they are not the rule for any size."""
+    """This works as long as delays are not the rule for any size."""
     chance, observations = random.Random(seed), []
     for number, tokens in enumerate(sorted(chance.randint(1000, 30000) for _ in range(64))):
         seconds = fixed + per_token * tokens
@@ -30,7 +30,7 @@ def test_a_line_is_found_among_delays(fixed, per_token, seed):
 
 
 def test_long_prompts_are_believed_though_they_are_slower():
-    """Attention costs more per token the more tokens there are."""
+    """Attention takes longer per token the more tokens there are."""
 
     def seconds(tokens):
         return 1e-5 * tokens * (1 + tokens / 16000)

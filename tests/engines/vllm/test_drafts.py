@@ -1,4 +1,4 @@
-"""Draft models with KV of their own: they only propose tokens, so answers stay what they are without them."""
+"""Draft models with KV: they only propose tokens, so answers are those without them."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_exact_prefixes_are_answered_as_before(llm):
 
 
 def test_reused_prompts_are_answered_as_without_drafts(llm, tiny_llama):
-    """The last test of an engine: it starts another one, without drafts."""
+    """This is the last test, because it starts another engine, without drafts."""
     documents = [draw(length) for length in LENGTHS]
     prompts = [join([draw(9), *documents, draw(7)]), join([draw(30), *documents[::-1], draw(7)])]
     answers = []

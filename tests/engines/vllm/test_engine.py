@@ -32,7 +32,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def reference(smollm2, tokenizer):
-    """The embedded engine, which defines what reuse gives."""
+    """The embedded engine, which defines the results of reuse."""
     return HFEngine(smollm2, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", **OURS)
 
 
@@ -66,7 +66,7 @@ def test_logits_equal_those_of_the_embedded_engine(llm, reference):
 
 
 def test_plain_requests_never_meet_reused_kv(llm, smollm2, tokenizer):
-    """Prefix caching is on: after chunked requests, a plain one must still be what transformers gives."""
+    """Prefix caching is on. After requests with chunks, a plain one must still get the answer of transformers."""
     text = prompt("A system prompt used only here.", random.sample(DOCUMENTS, 4), "Well then, the answer is")
     for _ in range(2):
         answer(llm, [text])
@@ -109,7 +109,7 @@ def test_odd_chunks(llm, documents, reference):
 
 
 def test_a_hundred_tiny_chunks(llm):
-    """Without the embedded engine, which would compute the whole sink prefix with each of them."""
+    """This is not compared with the embedded engine, which would compute the whole sink prefix for each chunk."""
     text = prompt("You are helpful.", [f"Line {number}." for number in range(100)])
     [exact], [theirs] = answer(llm, [text], recompute_ratio=1.0, report=True), plain(llm, [text])
     same(exact, theirs)
@@ -119,7 +119,7 @@ def test_a_hundred_tiny_chunks(llm):
 
 
 def test_a_chunk_is_missing_in_the_middle(llm):
-    """The ones around it are reused, that one is filled; then all are."""
+    """The chunks around it are reused, and it is filled. After that, all are reused."""
     answer(llm, [prompt("One.", [DOCUMENTS[0], DOCUMENTS[2]])])
     new = f"A document about the number {random.random()} and nothing else."
     documents = [DOCUMENTS[0], new, DOCUMENTS[2]]
@@ -131,7 +131,7 @@ def test_a_chunk_is_missing_in_the_middle(llm):
 
 
 def test_a_system_prompt_that_another_request_computes_in_the_same_step(llm):
-    """vLLM's prefix cache hands out blocks before the forward that fills them; ours runs before that forward."""
+    """vLLM's prefix cache hands out blocks before the forward that fills them, and our forward runs before that."""
     system = f"You are number {random.random()}. " + "Answer with care and in few words, as always. " * 8
     text = prompt(system, DOCUMENTS)
     other = system + " What is the capital of France? It is"

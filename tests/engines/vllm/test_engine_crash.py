@@ -1,4 +1,4 @@
-"""Engines killed by SIGKILL in the middle of a put and of a get: others on the same pool notice nothing."""
+"""Engines are killed by SIGKILL in the middle of a put or a get. Other engines on the same pool notice nothing."""
 
 import json
 import os
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.engine
 PARTS = 6
 LAYERS, HEADS, HEAD_DIM = 8, 8, 128
 ENTRY_BYTES = LAYERS * 2 * HEADS * PART * HEAD_DIM * 4
-"""16 MiB: a transfer takes long enough to be hit."""
+"""Size of an entry, 16 MiB, so that a transfer takes long enough to be interrupted."""
 FEW = f"{5 * ENTRY_BYTES // 2}B"
-"""Memory for two entries, so that the others come from the pool every time."""
+"""Memory for two entries, so that all others are read from the pool every time."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Little to compute, much to store."""
+    """A model with little to compute and much to store."""
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=256,
@@ -51,10 +51,10 @@ def model(tmp_path_factory):
 
 
 def asked(llm, prompt, salt):
-    """The answer's tokens, how many of the prompt's were cached, failed writes. By then all is in the pool, and
-    vLLM's own prefix cache is empty again."""
+    """The answer's tokens, the number of the prompt's cached tokens, and failed writes. At the end everything is in
+    the pool, and vLLM's own prefix cache is empty."""
     [output] = ask(llm, prompt, salt=salt)
-    ask(llm, [15, 16, 17])  # with its step the last parts are stored
+    ask(llm, [15, 16, 17])  # its step stores the last parts
     assert llm.reset_prefix_cache()
     store().flush()
     return {
@@ -65,7 +65,7 @@ def asked(llm, prompt, salt):
 
 
 class Engine(EngineApart):
-    """An engine, to be killed."""
+    """An engine that will be killed."""
 
     def __init__(self, model: str, **settings) -> None:
         super().__init__(model, prefix_blocks=True, skip_tokenizer_init=True, **settings)
@@ -83,7 +83,7 @@ def draw(seed):
 
 
 def verify(*where: str) -> int:
-    """How many entries the pool has, after checking that all of them are whole."""
+    """Number of entries in the pool, all of which are checked to be complete."""
     command = [sys.executable, "-m", "kvmosaic.cli.main", "store", "verify", *where, "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -92,7 +92,7 @@ def verify(*where: str) -> int:
 
 
 def until(condition, process):
-    """What ``condition`` finds; it may last milliseconds only."""
+    """The result of ``condition``, which may hold for milliseconds only."""
     while (found := condition()) is None:
         assert process.is_alive()
         time.sleep(0.0005)
@@ -109,7 +109,7 @@ def half_written(folder: Path) -> Path | None:
 
 
 def opened(pid: int) -> list[str]:
-    """What a process has open."""
+    """The files that a process has open."""
     links = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -122,7 +122,7 @@ def entry_opened(process) -> str | None:
 
 
 def stopped_while(condition, process):
-    """What ``condition`` finds, if the process could be stopped before that was over."""
+    """The result of ``condition``, if the process could be stopped while it held."""
 
     def is_stopped():
         threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
@@ -139,12 +139,12 @@ def stopped_while(condition, process):
 
 
 def served(engine, plain=None):
-    """The answer to the first prompt, with all of it from the pool and not a token other than plain vLLM's."""
+    """The answer to the first prompt, whose documents all come from the pool. Its tokens are those of plain vLLM."""
     if plain is None:
         said = engine.ask(draw(0), salt="kept apart")
         assert said["cached"] == 0
         plain = said["tokens"]
-        assert engine.ask(draw(0))["tokens"] == plain  # whatever is there of it
+        assert engine.ask(draw(0))["tokens"] == plain  # whatever is left of it
     again = engine.ask(draw(0))
     assert again == {"tokens": plain, "cached": PARTS * PART, "write_errors": 0}
     return plain
@@ -168,10 +168,10 @@ def test_engines_that_share_a_directory(model, tmp_path):
     reader.kill()
     assert verify(*where) >= PARTS
 
-    # The dead one had pinned all that it was about to read, which is more than now has room.
+    # The killed engine had pinned everything that it was about to read, which is more than fits now.
     survivor = Engine(model, **settings, disk_space=f"{2 * ENTRY_BYTES + 2**20}B")
     served(survivor, plain)
-    assert left.exists()  # its writer might be a slow one
+    assert left.exists()  # its writer might just be slow
     os.utime(left, (0, 0))
     assert survivor.ask(draw(7))["write_errors"] == 0
     survivor.stop()
@@ -185,7 +185,7 @@ def sockets(pid: int) -> set[str]:
 
 
 def sent_unread(sender: int, receiver: int) -> bool | None:
-    """Whether one process has sent another something that it has not read yet."""
+    """Whether one process has sent another data that it has not read yet."""
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     senders, receivers = sockets(sender), sockets(receiver)
     ports = {line[1].rpartition(":")[2] for line in lines if line[9] in senders}
@@ -195,7 +195,7 @@ def sent_unread(sender: int, receiver: int) -> bool | None:
 
 @pytest.mark.long
 def test_engines_that_share_holders(model, tmp_path):
-    """The holder stands still while values are on their way."""
+    """The holder is stopped while values are being transferred."""
     pool = Mooncake(tmp_path, client_ttl=120, put_start_discard_timeout_sec=1)
     holder, where = pool.holder, ("--remote", pool.url)
     settings = {"remote": pool.url, "per_head_storage": True, "remote_deadline_ms": 60_000, "host_memory": FEW}
@@ -238,6 +238,7 @@ def evicted(url: str) -> int:
     return int(line.partition(":")[2])
 
 
+@pytest.mark.long
 def test_engines_that_share_a_server(model, tmp_path):
     server = Valkey(tmp_path, maxmemory=str(9 * ENTRY_BYTES), maxmemory_policy="allkeys-lru")
     link, where = StallingLink(server.port), ("--remote", server.url)

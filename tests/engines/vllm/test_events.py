@@ -1,4 +1,4 @@
-"""Stored-block events as a router gets them, beside vLLM's own for the same prompts."""
+"""Stored-block events as a router receives them, compared with vLLM's own for the same prompts."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ BLOCK, TAIL = SMALL["block_size"], 64
 
 
 class Router:
-    """An engine and what it publishes."""
+    """An engine, and the events that it publishes."""
 
     def __init__(self, model: str, **settings) -> None:
         address = f"tcp://127.0.0.1:{free_port()}"
@@ -31,8 +31,8 @@ class Router:
         self.ask(draw(5))
 
     def ask(self, *prompts, **params):
-        """Have prompts answered, and stored what is due with the next step; all events until then."""
-        last = draw(BLOCK + 1)  # vLLM tells of its one block when all else is said
+        """Answer prompts and store their segments with the next step. Returns all events until then."""
+        last = draw(BLOCK + 1)  # vLLM's event for its only block comes last
         for each in (prompts, [draw(5)], [last]):
             ask(self.llm, *each, **params if each is prompts else {})
         events = []
@@ -48,7 +48,7 @@ class Router:
         assert self.llm.reset_prefix_cache()
 
     def empty(self):
-        """Empty the store, too."""
+        """Also empty the store."""
         assert self.llm.llm_engine.reset_prefix_cache(reset_connector=True)
         return self.ask(draw(5))
 
@@ -58,12 +58,12 @@ def ours(events, kind=BlockStored, group=0):
 
 
 def theirs(events):
-    """What vLLM says of its own cache."""
+    """vLLM's events about its own cache."""
     return [each for each in events if isinstance(each, BlockStored) and each.medium != MEDIUM]
 
 
 def blocks(events):
-    """Of stored events, block by block: hash → the hash before it, and its tokens."""
+    """Blocks of stored events: hash → the hash before it, and its tokens."""
     found = {}
     for event in events:
         before = event.parent_block_hash
@@ -94,7 +94,7 @@ def test_events_are_those_of_vllm_for_what_is_stored(router):
     assert blocks([first, second]).items() <= blocks(theirs(events)).items()
     assert not ours(events, group=1)
     longer = prompt + draw(PART)
-    [third] = ours(router.ask(longer))  # and not again what was said before
+    [third] = ours(router.ask(longer))  # and earlier events are not repeated
     assert third.token_ids == longer[2 * PART : 3 * PART]
     assert third.parent_block_hash == second.block_hashes[-1]
 
@@ -165,7 +165,7 @@ def test_windowed_layers_claim_only_the_tail(tiny_gemma):
     assert {(each.kv_cache_spec_kind, each.kv_cache_spec_sliding_window) for each in tails} == {
         ("sliding_window", WINDOW)
     }
-    # Brought back without the beginnings of windows, blocks are vLLM's under other hashes, but not in our events.
+    # Blocks that were loaded without the beginnings of windows have other hashes in vLLM, but not in our events.
     router.forget()
     longer = prompt + draw(PART)
     events = router.ask(longer)

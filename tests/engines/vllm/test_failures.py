@@ -1,4 +1,4 @@
-"""Failures inside the chunk cache: the engine goes on, the answer is that of a plain prefill, and the failure is
+"""Failures inside the chunk cache: the engine continues, the answer is that of a plain prefill, and the failure is
 counted."""
 
 import random
@@ -34,7 +34,7 @@ def llm(tiny_llama):
 
 @pytest.fixture
 def documents(llm):
-    """Two of three are in the store."""
+    """Three documents, two of which are stored."""
     documents = [draw(length) for length in (40, 70, 55)]
     ids, boundaries = join([draw(9), *documents[:2], draw(5)])
     ask(llm, ids, boundaries=boundaries)
@@ -43,7 +43,7 @@ def documents(llm):
 
 @pytest.fixture
 def errors(monkeypatch):
-    """Stages that failed from now on, on both sides."""
+    """The stages that fail from now on, on both sides."""
     noted = []
     from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 
@@ -59,7 +59,7 @@ def errors(monkeypatch):
 
 
 def once(function):
-    """The function, which fails the first time."""
+    """The function, made to fail the first time."""
     calls = []
 
     def failing(*args, **kwargs):
@@ -90,14 +90,14 @@ WORKER = {
 
 
 NOTHING_MISSING = ("compute", "model")
-"""Stages that fail once: nothing is missing then, or it would be the fill that fails."""
+"""Stages that fail once while no chunk is missing, because otherwise the fill would fail."""
 
 
 @pytest.mark.parametrize("params", [{"recompute_ratio": 1.0}, PROBING], ids=["all", "probing"])
 @pytest.mark.parametrize("stage", WORKER)
 def test_a_worker_that_fails(llm, documents, errors, monkeypatch, stage, params):
-    """At ratio 1.0 the answer is that of a plain prefill in any case. A probing policy's is if that is what failed;
-    else it may be any: then the engine has to go on, and the next answer be right."""
+    """At ratio 1.0 the answer is always that of a plain prefill. With a probing policy it is so only if the probe
+    failed. Otherwise the answer may be any, but the engine has to continue and the next answer has to be right."""
     used = documents[:2] if stage in NOTHING_MISSING else documents
     ids, boundaries = join([draw(45), *random.sample(used, len(used)), draw(7)])
     with monkeypatch.context() as patch:
@@ -118,7 +118,7 @@ def test_a_worker_that_fails(llm, documents, errors, monkeypatch, stage, params)
 
 
 def test_chunks_that_cannot_be_stored_are_used_once(llm, errors, monkeypatch):
-    """The others of the request as well."""
+    """This includes the other chunks of the request."""
     ids, boundaries = join([draw(45), draw(70), draw(80), draw(7)])
     with monkeypatch.context() as patch:
         patch.setattr(worker_side().cache.store, "put", fail)

@@ -1,4 +1,4 @@
-"""Small passes go through vLLM's CUDA graphs, and compute what they compute without."""
+"""Small passes go through vLLM's CUDA graphs, with the same results as without graphs."""
 
 import random
 from contextlib import contextmanager
@@ -15,13 +15,14 @@ pytestmark = [
 ]
 
 SYSTEM_TOKENS = 2 * SMALL["block_size"]
-"""Whole blocks: no part of it is stored, all of it is computed whenever vLLM does not have it."""
+"""Length of the system prompt: whole blocks, so no part of it is stored, and vLLM computes it whenever its cache
+lacks it."""
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # whose graphs we know how to feed
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # only its graphs can be fed
         yield start(tiny_llama, miss_policy="fill-first", enforce_eager=False, skip_tokenizer_init=True)
 
 
@@ -55,7 +56,7 @@ def test_small_passes_go_through_graphs(llm, ratio, monkeypatch):
             patch.setattr(sparse, "graph_size", noted)
             same(ask(llm, ids, **params), plain)
             patch.setattr(sparse, "graph_inputs", other_tokens)
-            with pytest.raises(AssertionError):  # or nobody would notice
+            with pytest.raises(AssertionError):  # otherwise a mistake would not show
                 same(ask(llm, ids, **params), plain)
     assert sizes
     assert None not in sizes

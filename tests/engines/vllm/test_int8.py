@@ -1,4 +1,4 @@
-"""Documents in 8 bits inside vLLM: entries, answers, and what stays exact."""
+"""Documents in 8 bits inside vLLM: entries, answers, and the parts that stay exact."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def kinds():
 
 
 def check_against(reference, llm):
-    """The first token is found as likely as by the embedded engine, which also stores 8 bits."""
+    """The first token has the same probability as in the embedded engine, which also stores 8 bits."""
     ids, boundaries = random_prompt()
     with reference.engine.session():
         expected = reference.assemble(reference.parser.parse(ids, boundaries), 0.0).logits.log_softmax(-1)
@@ -72,7 +72,7 @@ def check_against(reference, llm):
     assert llm.reset_prefix_cache()
     [found] = ask(llm, ids, boundaries=boundaries, recompute_ratio=0.0, report=True)
     assert statuses(found) == ["cached"] * len(LENGTHS)
-    same(found, filled)  # what was filled just now is served as it is stored
+    same(found, filled)  # new chunks are served as they are stored
 
 
 def test_ratio_zero_is_that_of_the_embedded_engine(llm, tiny_llama):
@@ -120,7 +120,7 @@ def test_from_disk_too(llm, folder):
     [exact] = ask(llm, tokens)
     forget(llm)
     forget_fast_copies()
-    ask(llm, draw(5))  # the scheduler learns what there is
+    ask(llm, draw(5))  # the scheduler learns what is stored
     forget(llm)
     [again] = ask(llm, ids, boundaries=boundaries, recompute_ratio=0.0, report=True)
     assert [chunk["tier"] for chunk in report(again)["chunks"]] == ["disk"] * len(LENGTHS)
@@ -135,7 +135,7 @@ def test_from_disk_too(llm, folder):
 
 
 def test_an_engine_of_the_other_kind_finds_exact_parts_alone(llm, folder, tiny_llama):
-    """Last: it ends the engine of the other tests."""
+    """This is the last test, because it ends the engine of the others."""
     ids, boundaries = random_prompt()
     tokens = draw(PART + 40)
     ask(llm, ids, boundaries=boundaries)
@@ -150,7 +150,7 @@ def test_an_engine_of_the_other_kind_finds_exact_parts_alone(llm, folder, tiny_l
     assert prefix.num_cached_tokens == PART
     assert other.get_stats()["corrupt_set_aside"] == 0
     assert {dtype for kind, dtype in kinds() if kind == "document"} == {torch.float32}
-    # And back: exact copies of other documents are not taken for stored ones.
+    # The other way round: exact copies of other documents do not count as stored.
     ids, boundaries = random_prompt()
     ask(other, ids, boundaries=boundaries)
     store().flush()

@@ -32,12 +32,12 @@ from tests.engines.vllm.test_tensor_parallel import answers
 pytestmark = pytest.mark.engine
 
 BLOCK = 16
-"""Tokens per block. vLLM's kernel for CPUs takes no other number."""
+"""Tokens per block, the only number that vLLM's kernel for CPUs takes."""
 SETTINGS = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model_len": 1024, "block_size": BLOCK}
 LENGTHS = (21, 33, 48, 64, 70)
 GPU = torch.cuda.is_available()
 ROUNDING = 2e-2 if GPU else 1e-4
-"""Largest error of a number. vLLM's kernels for GPUs take no float32."""
+"""Maximum error of a number. vLLM's kernels for GPUs do not support float32."""
 KERNELS = [
     {"attention_backend": "FLASH_ATTN_MLA", "dtype": "bfloat16"},
     {"attention_backend": "FLASHMLA", "dtype": "bfloat16", "block_size": 64},
@@ -56,7 +56,7 @@ def llm(tiny_deepseek, request):
 
 @pytest.fixture(scope="module")
 def reference(tiny_deepseek):
-    """The embedded engine, which defines what reuse gives."""
+    """The embedded engine, which defines the results of reuse."""
     model = AutoModelForCausalLM.from_pretrained(tiny_deepseek, dtype=torch.float32).eval()
     return HFEngine(
         model, None, enable_chunk_cache=True, miss_policy="fill-first", **OURS | {"chunk_separator": None}
@@ -131,7 +131,7 @@ def test_documents_are_reused_in_another_order_under_another_system_prompt(llm):
 
 
 def test_short_runs_come_first(llm, monkeypatch):
-    """vLLM reads the latent itself for those; for longer ones it is projected to all heads, each time anew."""
+    """vLLM reads the latent itself for short runs. For each longer run it projects the latent to all heads."""
     lengths = []
     forward = worker_side().forward
     compute = forward._forward
@@ -152,7 +152,7 @@ def test_short_runs_come_first(llm, monkeypatch):
 
 
 def test_runs_that_begin_a_sequence_have_a_pass_of_their_own(llm):
-    """vLLM 0.26 takes the context away from the last runs if a run without one stands before them."""
+    """vLLM 0.26 loses the context of the last runs if a run without one comes before them."""
     forward, blocks = worker_side().forward, [[1, 2, 3, 4]]
     runs = [Run(draw(9), 0, blocks), Run(draw(3), 20, blocks), Run(draw(12), 30, blocks)]
     runs += [run._replace(blocks=[[5, 6, 7, 8]]) for run in runs]
@@ -185,7 +185,7 @@ def test_a_batch_with_preemptions_gives_what_each_request_gives_alone(tiny_deeps
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU")
 def test_two_ranks_answer_as_one(tiny_deepseek):
-    """Each has the whole latent; one of them stores it."""
+    """Each rank has the whole latent, and one of them stores it."""
     documents, other = [draw(length) for length in LENGTHS], draw(64)
     with EngineApart(tiny_deepseek, ranks=2, **SETTINGS) as engine:
         two = engine.call(answers, documents, other)

@@ -30,7 +30,7 @@ from tests.entries import kv_of
 pytestmark = pytest.mark.engine
 
 TOKENS = 40
-"""Of the sink: a full block and some more, which share a block with each chunk."""
+"""Tokens of the sink: a full block, and a few more that share a block with each chunk."""
 SETTINGS: dict[str, Any] = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model_len": 1024}
 
 
@@ -45,7 +45,7 @@ def sink(model, tmp_path_factory) -> Path:
 
 
 def write_sink(model: HFModel, path: Path, tokens: int) -> Path:
-    """Numbers like those of tokens, but of none."""
+    """Write a sink of random numbers that are as large as those of tokens."""
     [(k, v)] = model.fill((), [draw(tokens)], 500)
     k, v = (part.clone() + 0.2 * part.std() * torch.randn_like(part) for part in (k, v))
     about = SinkAbout(model="tiny", kl_before=1, kl_after=1, kvmosaic="x")
@@ -59,7 +59,7 @@ def settings(sink: Path, **more: Any) -> dict[str, Any]:
 
 
 def entries() -> dict[tuple[int, ...], Any]:
-    """Chunks that are stored, by their tokens."""
+    """Stored chunks, by their tokens."""
     found = [store()._stack.tiers[0].get(info.key) for info in store().scan()]
     return {entry.tokens: entry for entry in found if entry.kind == "document"}
 
@@ -89,7 +89,7 @@ def test_entries_are_those_of_the_embedded_engine(tiny_llama, model, sink, monke
     assert found.keys() >= {tuple(document) for document in documents}
     for document in documents:
         same_entry(found[tuple(document)], tuple(document), model, load_sink(sink))
-    # All recomputed is a full prefill.
+    # With everything recomputed, the result is a full prefill.
     [exact] = ask(llm, ids, recompute_ratio=1.0, **params)
     close(exact, plain_answer(llm, ids))
 
@@ -112,7 +112,7 @@ def test_in_the_background_and_in_slices(tiny_llama, model, sink):
 
 
 def answers(llm: Any, ids: list[int], params: dict[str, Any]) -> list[list[int]]:
-    """First filled, then reused, then with some tokens recomputed."""
+    """Answers with chunks that are first filled, then reused, then partly recomputed."""
     given = [params, params, {**params, "recompute_ratio": 0.2, "policy": "sink-link"}]
     return [list(ask(llm, ids, salt=f"{index}", **each)[0].outputs[0].token_ids) for index, each in enumerate(given)]
 
@@ -126,7 +126,7 @@ def test_two_ranks_answer_as_one(tiny_llama, sink):
 
 
 def test_layers_with_a_sliding_window(tmp_path):
-    """Entries keep the last tokens alone in such layers, and the sink is longer than that."""
+    """Entries keep only the last tokens in such layers, and the sink is longer than that."""
     folder = write_tiny_gemma(tmp_path / "gemma", window=32)
     model = HFModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     path = write_sink(model, tmp_path / "sink", tokens=100)

@@ -1,4 +1,4 @@
-"""A pool that other engines write to while this one runs: it finds what it never heard of."""
+"""A pool that other engines write to while this one runs: it finds entries that it did not know."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def written(llm, pool, text, tiny_text):
-    """What another engine stored after ours had started and served its first request: a prompt's tokens and its
+    """Data that another engine stored after ours had started and served its first request: a prompt's tokens and its
     answer, and the documents of a text."""
     ask(llm, draw(5))
     tokens = draw(808)

@@ -1,4 +1,4 @@
-"""``kvmosaic.vllm.LLM``: documents that are named in Python, and those in messages."""
+"""``kvmosaic.vllm.LLM``: documents that are named in Python, and documents in messages."""
 
 from copy import deepcopy
 
@@ -20,7 +20,7 @@ def llm(tiny_text):
 
 
 def chunks(outputs):
-    """How many chunks of each answer were reused."""
+    """Number of reused chunks of each answer."""
     return [statuses(output).count("cached") if "chunks" in output.kv_transfer_params else 0 for output in outputs]
 
 
@@ -30,7 +30,7 @@ def parts(*texts):
 
 @pytest.fixture(scope="module", autouse=True)
 def stored(llm):
-    """All documents have been seen."""
+    """Have all documents stored."""
     llm.generate("\n\n".join(DOCUMENTS) + QUESTION, REPORT, documents=DOCUMENTS, use_tqdm=False)
 
 

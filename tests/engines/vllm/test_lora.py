@@ -1,4 +1,5 @@
-"""Requests with LoRA adapters: chunks are filled, stored and reused for each adapter apart, by its weights."""
+"""Requests with LoRA adapters: chunks are filled, stored and reused separately for each adapter, which is identified
+by its weights."""
 
 import json
 from pathlib import Path
@@ -45,7 +46,7 @@ PARTS = {"q_proj": 256, "v_proj": 128}
 
 
 def write_adapter(folder: Path, seed: int, alpha: int = RANK) -> str:
-    """An adapter in the format of PEFT that changes the attention of all layers a lot."""
+    """Write an adapter in PEFT's format that changes the attention of all layers strongly."""
     chance = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(LAYERS):
@@ -61,7 +62,7 @@ def write_adapter(folder: Path, seed: int, alpha: int = RANK) -> str:
 
 
 def write_merged(folder: Path, base: str, adapter: str) -> str:
-    """A model that has an adapter's weights added to its own."""
+    """Write a model whose weights include an adapter's."""
     folder.mkdir()
     (folder / "config.json").write_bytes((Path(base) / "config.json").read_bytes())
     weights = load_file(Path(base) / "model.safetensors")
@@ -83,8 +84,8 @@ def adapters(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def roomy(tiny_llama, adapters):
-    """More places than adapters: requests without one get the weights of the last place on CPUs (vLLM 0.32), which
-    are zeros."""
+    """An engine with more places than adapters. On CPUs, vLLM 0.32 gives requests without an adapter the weights of
+    the last place, which are zeros here."""
     llm = start(tiny_llama, **ADAPTERS, max_loras=3, **SETTINGS)
     for which in adapters[:2]:
         ask(llm, [([5, 6, 7], [])], [which])  # the first request has the adapter loaded
@@ -92,7 +93,7 @@ def roomy(tiny_llama, adapters):
 
 
 def ask(llm, prompts, adapters, max_tokens=8, **params):
-    """Answers to prompts with boundaries, each with its adapter, sent together."""
+    """Answers to prompts with boundaries, each with its adapter, that are sent together."""
     sampling = [
         greedy(
             max_tokens, logprobs=3, detokenize=False, params={**({"boundaries": edges} if edges else {}), **params}
@@ -157,7 +158,7 @@ def test_one_batch_has_the_base_model_and_two_adapters(roomy, adapters):
 
 
 def test_a_batch_that_is_filled_together_has_the_chunks_of_each(roomy, adapters, monkeypatch):
-    """Entries that are filled in one step, beside those of others, are what each fills alone."""
+    """Entries that are filled together in one step equal those that are filled alone."""
     passes = note_adapters(monkeypatch)
     first, _ = two_orders()
     prompts = [first] * 3
@@ -182,7 +183,7 @@ def test_fills_of_an_adapter_wait_for_it_and_are_dropped(roomy, adapters, monkey
     set_overdue(monkeypatch, 1e9)  # only in steps that compute no prompts
     first, _ = two_orders()
     before = len(entries_of())
-    ask_one(roomy, first, adapters[0], max_tokens=1)  # over with its only step
+    ask_one(roomy, first, adapters[0], max_tokens=1)  # finished with its only step
     assert waiting_fills(roomy) == len(LENGTHS)
     ask_one(roomy, (draw(20), []), None, max_tokens=10)
     assert waiting_fills(roomy) == len(LENGTHS)
@@ -202,7 +203,7 @@ def test_fills_of_an_adapter_wait_for_it_and_are_dropped(roomy, adapters, monkey
 
 
 def test_preempted_requests_resume_with_their_adapter(tiny_llama, adapters):
-    """There are too few blocks for all of them."""
+    """The blocks do not suffice for all requests."""
     little = {"num_gpu_blocks_override": 26, "max_model_len": 512}
     llm = start(tiny_llama, **ADAPTERS, max_loras=3, **SETTINGS | little)
     for which in adapters[:2]:
@@ -217,7 +218,7 @@ def test_preempted_requests_resume_with_their_adapter(tiny_llama, adapters):
 
 
 def test_nothing_is_evicted_or_activated_by_us(tiny_llama, adapters, monkeypatch):
-    """vLLM's defaults: one adapter at a time, and as many in memory. Three take turns."""
+    """With vLLM's defaults, one adapter is active and one is in memory. Three adapters take turns."""
     llm = start(tiny_llama, **ADAPTERS, **SETTINGS | {"miss_policy": "background"})
     measure_nothing(monkeypatch)
     set_overdue(monkeypatch, 0.0)
@@ -238,7 +239,7 @@ def test_nothing_is_evicted_or_activated_by_us(tiny_llama, adapters, monkeypatch
 
 
 def test_weights_that_are_replaced_under_the_same_name(tiny_llama, tmp_path):
-    """vLLM reads the files again when it loads the adapter again, and tells nobody."""
+    """vLLM reads the files again when it loads the adapter again, without any notice."""
     llm = start(tiny_llama, **ADAPTERS, max_loras=2, **SETTINGS)
     first, second = two_orders()
     path = write_adapter(tmp_path / "adapter", 1)
@@ -269,7 +270,7 @@ def test_weights_that_are_replaced_under_the_same_name(tiny_llama, tmp_path):
 
 
 def test_digests_are_those_of_what_is_loaded(tiny_llama, tmp_path):
-    """Scaling counts, a name does not, and files that were not read do not."""
+    """Scaling counts. Names and files that were not read do not count."""
     llm = start(tiny_llama, **ADAPTERS, max_loras=4, **SETTINGS)
     folders = [
         write_adapter(tmp_path / name, 1, alpha) for name, alpha in (("a", RANK), ("b", RANK), ("c", 2 * RANK))

@@ -1,4 +1,4 @@
-"""What the chunk cache tells vLLM's metrics, through vLLM's own serialisers, aggregator, loggers and wrappers."""
+"""The chunk cache's metrics, through vLLM's own serialisers, aggregator, loggers and wrappers."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ RAY = {
 
 
 def everything(rank=0):
-    """Stats with each metric we have."""
+    """Statistics that include every metric."""
     stats = ChunkStats(rank=rank)
     for name, spec in COUNTS.items():
         stats.count(name, spec.values[0] if spec.values else "")
@@ -67,7 +67,7 @@ def through_pickle(stats):
 
 
 def through_vllm(stats):
-    """As the scheduler sends it to the frontend."""
+    """Statistics after vLLM has sent them from the scheduler to the frontend."""
     sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats.data))
     received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
     return ChunkStats(received.scheduler_stats.kv_connector_stats, stats.rank)
@@ -123,7 +123,7 @@ def test_aggregating_is_recording_it_all_in_one_place(earlier, later):
 
 
 def test_two_loggers_accumulate_from_the_same_data():
-    """vLLM hands one step's data to all its loggers; what one of them accumulates must not reach the others."""
+    """vLLM passes one step's data to all its loggers. Data that one of them accumulates must not reach the others."""
     connector = SimpleNamespace(build_kv_connector_stats=ChunkStats)
     both = [KVConnectorLogging(None), KVConnectorLogging(None)]
     for step in (everything(), everything()):
@@ -205,7 +205,7 @@ def test_known_labels_start_at_zero():
 
 
 def test_levels_of_ranks_add_and_newer_ones_replace():
-    """Through vLLM's own aggregation of one step's workers. In the second step rank 0 has nothing to tell."""
+    """This uses vLLM's own aggregation over one step's workers. In the second step, rank 0 has nothing to report."""
     prom = prometheus()
     for levels in ({0: 10, 1: 20}, {1: 25}):
         outputs = [
@@ -239,7 +239,7 @@ def test_the_tables_hold_every_name():
 
 
 class RayMetric:
-    """Stands in for ray.util.metrics, which vLLM's wrappers call."""
+    """Stand-in for ray.util.metrics, which vLLM's wrappers call."""
 
     seen: list = []  # noqa: RUF012
 
@@ -270,7 +270,7 @@ def test_vllms_ray_wrappers(monkeypatch):
 
 
 def queries(dashboard):
-    """Each expression with the legend that names labels of it."""
+    """Each expression, with the legend that names its labels."""
     for panel in dashboard["panels"]:
         for target in panel["targets"]:
             yield target["expr"], target["legendFormat"]

@@ -1,7 +1,8 @@
-"""What becomes of chunks that vLLM's workers have not stored: nobody's first answer is worse or slower for it."""
+"""Treatment of chunks that vLLM's workers have not stored: no first answer is worse or slower because of them."""
 
 import random
 import time
+from collections import Counter
 
 import pytest
 from vllm import SamplingParams
@@ -13,6 +14,7 @@ from tests.engines.vllm.helpers import (
     SMALL,
     add_cost,
     answer,
+    ask,
     fill_alone,
     fill_in_background,
     judge_once,
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def engine(tiny_text):
-    """With the settings that users get."""
+    """An engine with the default settings of users."""
     engine = start(tiny_text)
     assert engine.chunk_cache_config.miss_policy == "background"
     return engine
@@ -45,7 +47,7 @@ def engine(tiny_text):
 
 @pytest.fixture
 def llm(engine, monkeypatch):
-    """It learns nothing of what reuse costs."""
+    """An engine that learns no costs of reuse."""
     measure_nothing(monkeypatch)
     return engine
 
@@ -79,11 +81,12 @@ def test_new_documents_are_prefilled_exactly_and_filled_while_the_answer_is_deco
 
 
 def test_a_prompt_that_was_blended_is_not_finished_as_plain(llm, monkeypatch):
-    """vLLM's prefix cache has most of it; computing the rest as usual would be quicker, but no answer to anything."""
+    """vLLM's prefix cache has most of the prompt. Computing the rest as usual would be faster, but the result would
+    match neither a blend nor a plain prefill."""
     documents = new_documents(3)
     answer(llm, [prompt("You are helpful.", documents)])
     partly = 0
-    for number in range(6):  # it depends on the length whether a part of the last document is left to do
+    for number in range(6):  # the length decides whether a part of the last document is still to be computed
         text = prompt(f"Blended {random.random()}" + " again" * 5 * number, documents[::-1], "It is")
         [first] = answer(llm, [text], report=True, recompute_ratio=0.3, policy="random")
         assert first.kv_transfer_params["mode"] == "reuse"
@@ -103,6 +106,43 @@ def test_a_new_document_among_known_ones(llm):
     assert statuses(output) == ["cached", "cached", "prefilled", "cached"]
     [again] = answer(llm, [prompt("A third one.", [*known[:2], *new, known[2]])], report=True)
     assert statuses(again) == ["cached"] * 4
+
+
+@pytest.mark.parametrize(("policy", "times"), [("composite(asking=1)", 1), ("kv-deviation(part=v, layers=2)", 2)])
+def test_a_new_document_is_computed_once_if_the_choice_leaves_its_kv(llm, monkeypatch, policy, times):
+    """It is computed before the choice. Other text behind the first chosen token is computed again, because it is
+    short."""
+    tokenizer = llm.get_tokenizer()
+
+    def cut(*parts):
+        """Token ids, and the span of each part."""
+        ids, spans = list[int](), list[tuple[int, int]]()
+        for part in parts:
+            tokens = tokenizer.encode(part, add_special_tokens=False)
+            spans.append((len(ids), len(ids) + len(tokens)))
+            ids += tokens
+        return ids, spans
+
+    known, [new] = new_documents(3), new_documents(1)
+    ids, spans = cut("You are helpful.", *known, "It is")
+    ask(llm, ids, max_tokens=10, boundaries=spans)
+    ids, spans = cut("Another one. " * 5, known[0], "Between documents.", known[1], new, known[2], "It is")
+    text = spans.pop(2)
+    paged, computed = worker_side().paged, Counter[int]()
+    compute = paged.compute
+
+    def counting(runs, ranges, *more):
+        computed.update(place for run in runs for place in range(run.start, run.end))
+        return compute(runs, ranges, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "compute", counting)
+        [output] = ask(llm, ids, max_tokens=2, boundaries=spans, recompute_ratio=0.4, policy=policy, report=True)
+    assert statuses(output) == ["cached", "cached", "prefilled", "cached"]
+    if times == 1:  # the other policy computed everything behind the first chunk's beginning before it chose
+        assert output.kv_transfer_params["recomputed"][0][0] < text[0]
+    assert {computed[place] for place in range(*text)} == {2}
+    assert {computed[place] for place in range(*spans[3])} == {times}
 
 
 def test_what_is_filled_in_the_background_is_what_filling_first_stores(llm):
@@ -147,9 +187,10 @@ def test_requests_of_one_token_do_not_keep_documents_waiting_for_ever(llm, monke
     set_overdue(monkeypatch, 0.2)
     documents = new_documents(2)
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"report": True}})
-    [first] = llm.generate([prompt("One token.", documents)], sampling, use_tqdm=False)
-    assert why_plain(first) == "not-stored"
-    time.sleep(0.3)
+    for system in ("One token.", "Another token."):  # once is not enough: chunks may never be asked for again
+        [output] = llm.generate([prompt(system, documents)], sampling, use_tqdm=False)
+        assert why_plain(output) == "not-stored"
+        time.sleep(0.3)
     llm.generate(["Some other question, which is"], sampling, use_tqdm=False)
     [again] = llm.generate([prompt("One token again.", documents)], sampling, use_tqdm=False)
     assert statuses(again) == ["cached"] * 2
@@ -160,11 +201,11 @@ def test_many_new_documents_at_once(llm):
     expected = [plain(llm, [text])[0] for text in texts]
     for ours, theirs in zip(answer(llm, texts), expected, strict=True):
         same(ours, theirs)
-    assert llm.llm_engine.reset_prefix_cache()  # no borrowed block was forgotten
+    assert llm.llm_engine.reset_prefix_cache()  # all borrowed blocks were returned
 
 
 def test_a_document_that_does_not_fit_behind_its_sink_prefix_is_not_filled(llm):
-    """Its positions would be beyond the model's, where rotary tables end."""
+    """Its positions would be beyond the model's, where its rotary tables end."""
     encode = llm.get_tokenizer().encode
     document = f"Report {random.random()}:"
     document += " and so on" * ((SMALL["max_model_len"] - 120 - len(encode(document))) // len(encode(" and so on")))
@@ -177,7 +218,7 @@ def test_a_document_that_does_not_fit_behind_its_sink_prefix_is_not_filled(llm):
 
 
 def test_never(llm, monkeypatch):
-    """The scheduler's own setting decides; nothing is stored."""
+    """The scheduler's own setting decides, and nothing is stored."""
     set_miss_policy(monkeypatch, llm, "never")
     before = llm.get_stats()["total_chunks"]
     documents = new_documents(2)
@@ -188,7 +229,8 @@ def test_never(llm, monkeypatch):
 
 
 def test_a_request_that_has_to_ask_again_is_not_judged_again(engine, monkeypatch):
-    """A step without room, or without blocks, sends it back: what was allowed once, as a trial, must not be spent."""
+    """If a step has no room or no blocks, the request has to ask again. A trial that was allowed must not be lost by
+    that."""
     documents = new_documents(3)
     for _ in range(1 + ENOUGH):
         answer(engine, [prompt(f"Warm {random.random()}.", documents)])

@@ -1,4 +1,4 @@
-"""Named documents inside vLLM: reused wherever they stand, exact where exactness is promised."""
+"""Named documents inside vLLM are reused at any position, and exact where exactness is promised."""
 
 import random
 
@@ -17,7 +17,7 @@ def llm(tiny_text):
 
 
 def written(documents, system="Read this.", label="Source {}: "):
-    """A prompt as applications write it: numbered sources, blank lines, a question."""
+    """A prompt as applications write them: numbered sources, blank lines, a question."""
     sources = [label.format(number) + text for number, text in enumerate(documents, 1)]
     return "\n\n".join([system, *sources, QUESTION])
 

@@ -1,4 +1,4 @@
-"""The page of a real server: what it shows of requests, and that their clients see nothing of it."""
+"""The page of a real server: its data about requests, none of which their clients see."""
 
 import base64
 import json
@@ -43,7 +43,7 @@ def latest(url):
 
 
 def ask(url, documents, stream=False, **more):
-    """All that a client sees of an answer. Each prompt begins in another way, so that no prefix cache has it."""
+    """Everything that a client sees of an answer. Each prompt begins differently, so that no prefix cache has it."""
     messages = [{"role": "system", "content": system_prompt()}, user([*documents, QUESTION])]
     answer = openai(url).chat.completions.with_raw_response.create(
         model=MODEL, messages=messages, max_tokens=4, stream=stream, **more

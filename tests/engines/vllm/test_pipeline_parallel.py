@@ -1,4 +1,4 @@
-"""Two pipeline stages for real: each has its own layers and its own store, and they must agree."""
+"""Two real pipeline stages: each has its own layers and its own store, and they must agree."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 LAYERS, SPLIT = 6, 4
-"""Layers, and those of the first stage: middle layers, which policies ask, are in both stages."""
+"""Number of layers, and of those in the first stage. Both stages have middle layers, which policies probe."""
 SETTINGS = {
     "miss_policy": "fill-first",
     "skip_tokenizer_init": True,
@@ -25,7 +25,7 @@ SETTINGS = {
     "num_gpu_blocks_override": 48,
     "prefix_blocks": True,
 }
-"""Few blocks: some long answers at once do not fit."""
+"""Settings with few blocks, so that several long answers do not fit together."""
 POLICIES = [
     {"recompute_ratio": 0.0},
     {"recompute_ratio": 0.3, "policy": "sink-link(k=4)"},
@@ -44,7 +44,8 @@ FAULTS = {
     "compute": ("paged", "compute"),
     "model": ("forward", "_runner", "model", "forward"),
 }
-"""Where a stage fails, as a path from the worker's side. The last three fail once: twice in a row is fatal."""
+"""Places where a stage fails, as paths from the worker's side. The last three fail once, because twice in a row is
+fatal."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def one(model):
         yield engine
 
 
-# --- what engines are asked, in their own processes
+# --- functions that run in the engines' processes
 
 
 def ask(llm: Any, *prompts: list[list[int]], count: int = 8, **params: Any) -> list[list[int]]:
@@ -82,13 +83,13 @@ def ask(llm: Any, *prompts: list[list[int]], count: int = 8, **params: Any) -> l
 
 
 def ask_afresh(llm: Any, *prompts: list[list[int]], **params: Any) -> list[list[int]]:
-    """Likewise, with nothing from vLLM's own prefix cache."""
+    """Answers to such prompts, with nothing from vLLM's own prefix cache."""
     assert llm.reset_prefix_cache()
     return ask(llm, *prompts, **params)
 
 
 def talk(llm: Any, tokens: list[int], count: int) -> tuple[list[int], int]:
-    """An answer, and how many tokens of the prompt were cached, but not by vLLM itself."""
+    """An answer, and the number of the prompt's tokens that our cache had."""
     assert llm.reset_prefix_cache()
     [output] = llm.generate({"prompt_token_ids": tokens}, greedy(count, detokenize=False), use_tqdm=False)
     return list(output.outputs[0].token_ids), output.num_cached_tokens
@@ -127,7 +128,7 @@ def entries(worker: Any) -> dict[bytes, list[tuple[Any, Any]]]:
 
 
 class Fault:
-    """A fault of one stage, of its first call or of all, until it is mended."""
+    """A fault in one stage, in its first call or in all calls, until it is mended."""
 
     def __init__(self, stage: int, path: tuple[str, ...], times: int) -> None:
         self._stage, self._path, self._times = stage, path, times
@@ -151,7 +152,7 @@ class Fault:
 
 
 def mend(worker: Any) -> bool:
-    """Whether the fault was met."""
+    """End the fault. Returns whether it occurred."""
     side = worker_side()
     if not hasattr(side, "mend"):
         return False
@@ -186,7 +187,7 @@ def test_each_stage_keeps_its_layers_as_one_stage_would(two, one):
 
 
 def test_what_one_stage_tests_for_two_ranks(two, one):
-    """Filled, moved, blended, missing on one stage alone, in slices beside another request."""
+    """Chunks are filled, moved, blended, missing on one stage only, and loaded in slices beside another request."""
     texts, other = documents(), draw(STEP)
     theirs, ours = one.call(answers, texts, other), two.call(answers, texts, other)
     assert ours["all"] == ours["plain"] == theirs["plain"] == ours["in_slices"]
@@ -198,7 +199,7 @@ def test_what_one_stage_tests_for_two_ranks(two, one):
 
 @pytest.mark.parametrize("params", POLICIES, ids=lambda params: params.get("policy", "none"))
 def test_policies_choose_the_same_tokens(two, one, params):
-    """Whichever stage has the layers that they ask."""
+    """This holds for any stage that has the probed layers."""
     texts = documents()
     order = [[13] * 12, *texts[::-1], draw(20)]
     for engine in (two, one):
@@ -233,8 +234,8 @@ def test_exact_prefixes_are_saved_and_loaded_by_both_stages(two):
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_stage_fails(two, fault, stage):
-    """All stages go on with what is right: what was recomputed as a whole, or could not be placed, equals a plain
-    prefill."""
+    """All stages continue with right results: prompts that were recomputed as a whole, or could not be placed, equal
+    a plain prefill."""
     asked = {"recompute_ratio": 0.6, "policy": "query-attention(layers=2)"}
     met = False
     for params in ({"recompute_ratio": 1.0}, asked):

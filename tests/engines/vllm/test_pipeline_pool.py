@@ -1,4 +1,4 @@
-"""Engines of different pipeline-parallel sizes, for real, that serve one another's documents from a shared pool."""
+"""Real engines of different pipeline-parallel sizes, which serve each other's documents from a shared pool."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ LAYERS = 4
 
 
 def pooled(url: str) -> dict[str, Any]:
-    """Half of the layers are stored together: those of a stage."""
+    """Settings that store half of the layers together, which are those of a stage."""
     return {
         **SETTINGS,
         "remote": url,
@@ -42,7 +42,7 @@ def pooled(url: str) -> dict[str, Any]:
 
 
 class Case:
-    """Sets of documents, and what an engine says that knows no pool."""
+    """Sets of documents, and the answers of an engine without a pool."""
 
     def __init__(self, model: str, count: int) -> None:
         self.sets = [[draw(length) for length in (20, 37, 52, 64, 70)] for _ in range(count)]
@@ -71,11 +71,11 @@ def test_one_stage_and_two_serve_what_the_other_computed(model, pool, monkeypatc
     without = {
         key: value for key, value in pooled(pool.url).items() if key not in ("per_head_storage", "remote_layers")
     }
-    with EngineApart(model, stages=2, **without) as two:  # stages need not be told
+    with EngineApart(model, stages=2, **without) as two:  # stages need no setting
         two.call(be_patient)
         two.call(settle)
         check(two, case.sets[0], (case.answers[0], FILLED))
-        assert two.call(on_ranks, flush) == [("0-3of4L0-1", 0), ("0-3of4L2-3", 0)]
+        assert two.call(on_ranks, flush) == [("0-3of4L0-1", 0), ("0-3of4L2-3", 0)], two.said()
 
         monkeypatch.setattr(waiting, "PATIENCE_SECONDS", 600)
         one = start(model, **pooled(pool.url))
@@ -99,4 +99,4 @@ def test_two_stages_and_two_ranks_serve_what_the_other_computed(model, pool):
                 check(engine, case.sets[served], (case.answers[served], FROM_POOL))
             if computed is not None:
                 check(engine, case.sets[computed], (case.answers[computed], FILLED))
-                assert {errors for _, errors in engine.call(on_ranks, flush)} == {0}
+                assert {errors for _, errors in engine.call(on_ranks, flush)} == {0}, engine.said()

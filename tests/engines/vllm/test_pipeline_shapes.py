@@ -1,4 +1,4 @@
-"""Pipeline stages in engines of other settings, models and sizes, one at a time."""
+"""Pipeline stages in engines with other settings, models and sizes, one at a time."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def holds_back(llm: Any) -> int:
 
 @pytest.mark.long
 def test_a_long_chunk_is_filled_while_others_decode(model):
-    """vLLM plans empty steps while a request is in another stage; the chunk keeps its blocks over them."""
+    """vLLM plans empty steps while a request is in another stage. The chunk keeps its blocks during those."""
     long = draw(4 * STEP)
     with EngineApart(model, stages=2, **SETTINGS | {"miss_policy": "background"}) as engine:
         engine.call(ask, [[12] * 9, long, [7, 8, 9]], count=150)
@@ -51,7 +51,7 @@ def test_a_long_chunk_is_filled_while_others_decode(model):
 
 @pytest.mark.long
 def test_layers_with_a_sliding_window(tmp_path):
-    """Stages keep them whole."""
+    """Stages store such layers whole."""
     model = write_tiny_gemma(tmp_path, 40)
     texts = documents()
     prompts = [[[12] * 9, *texts, [7, 8, 9]], [[13] * 11, *texts[::-1], [7, 8, 9]]]

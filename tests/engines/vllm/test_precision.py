@@ -1,4 +1,4 @@
-"""Half precision, in which most models are served: rounding must neither turn the cache off nor change answers."""
+"""Half precision, which most models use: rounding must neither turn the cache off nor change answers."""
 
 import pytest
 from vllm import SamplingParams
@@ -17,7 +17,7 @@ def llm():
 
 
 def first_token(llm, text, **params):
-    """Just that one: behind it a near tie, decided by rounding, may send two answers different ways."""
+    """Only the first token is compared, because later ones may differ after a near tie that rounding decides."""
     sampling = SamplingParams(
         max_tokens=1, temperature=0, logprobs=3, extra_args={"kv_transfer_params": {"report": True, **params}}
     )

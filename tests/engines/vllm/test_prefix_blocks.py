@@ -1,4 +1,4 @@
-"""Exact prefix blocks: the KV of ordinary prompts and answers through the store, bit for bit."""
+"""Exact prefix blocks: the KV of ordinary prompts and answers comes back from the store, bit for bit."""
 
 import random
 import threading
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(folder, tiny_llama):
-    """What another engine stored in the folder: a prompt's tokens and its answer."""
+    """Data that another engine stored in the folder: a prompt's tokens and its answer."""
     llm = start(tiny_llama, disk_path=folder, **SETTINGS)
     tokens = draw(808)
     [output] = ask(llm, tokens)
@@ -64,7 +64,7 @@ def test_a_prompt_that_vllm_forgot_comes_back_bit_for_bit(llm):
 
 
 def test_no_step_reads_the_disk_itself(llm, monkeypatch):
-    """All is on disk alone, of which the scheduler has not heard: it is computed."""
+    """Everything is on disk only, and the scheduler does not know it, so it is computed."""
     tokens = draw(2 * PART + 40)
     [first] = ask(llm, tokens)
     forget(llm)
@@ -101,7 +101,7 @@ def test_vllms_own_prefix_cache_comes_first(llm):
     tokens = draw(3 * PART + 40)
     ask(llm, tokens)
     forget(llm)
-    ask(llm, tokens[: PART + 70])  # brings one part back and computes two blocks behind it
+    ask(llm, tokens[: PART + 70])  # loads one part and computes two blocks behind it
     [again] = ask(llm, tokens)
     assert again.num_cached_tokens == 3 * PART
     [plain] = ask(llm, tokens, salt="kept apart")
@@ -153,7 +153,7 @@ def test_another_engine_serves_what_one_stored(llm, written):
 
 
 def stored_kv_error(tokens, model):
-    """How far the stored KV of a prompt's first part is from transformers' in float64, relative to its size."""
+    """Distance of the stored KV of a prompt's first part from transformers' in float64, relative to its size."""
     with torch.inference_mode():
         cache = model(torch.tensor([tokens[:PART]])).past_key_values
     [entry] = [
@@ -167,12 +167,12 @@ def stored_kv_error(tokens, model):
 
 
 def test_blocks_that_the_next_request_writes_over_at_once(tiny_llama):
-    """What a finished request leaves is stored before its blocks are somebody else's. Another prompt's KV is as far
-    off as it is large; rounding, also that of a GPU in tf32, is not."""
-    blocks = PART // SMALL["block_size"] + 3  # for one request, and the block that is never used
+    """The KV of a finished request is stored before another request gets its blocks. The KV of another prompt would
+    have a relative error of about 1, far more than rounding, even on a GPU in tf32."""
+    blocks = PART // SMALL["block_size"] + 3  # enough for one request, and the block that is never used
     llm = start(tiny_llama, max_model_len=PART + 64, num_gpu_blocks_override=blocks, **SETTINGS)
     prompts = [draw(PART + 20) for _ in range(3)]
-    # One after the other, each in the same blocks, and each over before anything of it was stored.
+    # One after the other, each in the same blocks, and each finished before any of it was stored.
     first = [ask(llm, tokens, max_tokens=1)[0] for tokens in prompts]
     ask(llm, [5, 6, 7])
     reference = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)

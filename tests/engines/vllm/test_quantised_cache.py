@@ -1,4 +1,4 @@
-"""A quantised KV cache (fp8): entries hold KV as it was computed. vLLM's own writer rounds it where it is placed."""
+"""A quantised KV cache (fp8): entries hold KV as it was computed. vLLM's own writer rounds it when it is placed."""
 
 import random
 from itertools import pairwise
@@ -45,23 +45,23 @@ RUNS = torch.cuda.get_device_capability() >= (8, 9) if IS_GPU else torch.cpu._is
 """Whether vLLM has kernels for fp8 here."""
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(not RUNS, reason="vLLM has no fp8 KV cache on this machine")]
 
-KINDS = ["fp8_e4m3"] if IS_GPU else ["fp8_e4m3", "fp8_e5m2"]  # vLLM's backends for GPUs want e4m3 (0.32)
+KINDS = ["fp8_e4m3"] if IS_GPU else ["fp8_e4m3", "fp8_e5m2"]  # vLLM's backends for GPUs need e4m3 (0.32)
 SETTINGS = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model_len": 1024}
 LENGTHS = (21, 33, 48, 64, 70)
 NEAR = 0.3 if IS_GPU else 1e-3
-"""Difference of logprobs that are computed in other pieces. On a GPU these may round a number to its neighbour, which
-is several percent away."""
+"""Maximum difference of logprobs that are computed in other pieces. On a GPU, a number may be rounded to a neighbour
+that is several percent away."""
 
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory, tiny_llama):
-    """The tiny Llama as a checkpoint that asks for an fp8 KV cache, and has scales."""
+    """The tiny Llama, as a checkpoint that asks for an fp8 KV cache and has scales."""
     return write_with_scales(tmp_path_factory.mktemp("models") / "scaled", tiny_llama)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def llm(request, tiny_llama, scaled):
-    """With scales, where vLLM takes any."""
+    """An engine with scales, if this vLLM supports them."""
     if request.param == "fp8_e4m3":
         return start(scaled, prefix_blocks=True, **SETTINGS)
     return start(tiny_llama, prefix_blocks=True, kv_cache_dtype=request.param, **SETTINGS)
@@ -69,7 +69,7 @@ def llm(request, tiny_llama, scaled):
 
 @pytest.fixture(scope="module")
 def reference(tiny_llama):
-    """The embedded engine in float32, which rounds nothing."""
+    """The embedded engine in float32, which does not round."""
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
     settings = OURS | {"chunk_separator": None, "miss_policy": "fill-first"}
     return HFEngine(model, None, enable_chunk_cache=True, **settings)
@@ -114,15 +114,15 @@ def test_ratio_one_is_plain_vllm(llm):
 
 
 def same_first(ours, theirs):
-    """The first tokens are found as likely."""
+    """Check that the first tokens have the same probabilities."""
     mine, yours = (output.outputs[0].logprobs[0] for output in (ours, theirs))
     for token in mine.keys() & yours.keys():
         assert mine[token].logprob == pytest.approx(yours[token].logprob, abs=NEAR)
 
 
 def test_entries_hold_what_was_computed_before_it_was_rounded(llm, reference):
-    """In the first layer that is what any engine computes. Later layers have seen rounded keys and values, so their
-    KV is not that of an engine that rounds nothing, and keys have to tell them apart."""
+    """In the first layer, any engine computes the same KV. Later layers have attended to rounded keys and values, so
+    their KV differs from that of an engine without rounding, and their entries need other keys."""
     ids, boundaries = random_prompt()
     ask(llm, ids, boundaries=boundaries)
     parsed = reference.parser.parse(ids, boundaries)
@@ -167,7 +167,7 @@ def test_placed_chunks_are_rounded_once_like_those_that_vllm_computes(llm):
     entry, length = stored(chunk), len(context) + len(chunk)
 
     def rounded(begin, end):
-        """What attention sees in the blocks: K and V ``[heads, layers, tokens, dim]``."""
+        """K and V as attention reads them from the blocks, ``[heads, layers, tokens, dim]``."""
         packed = side.paged.read(blocks[0], begin, end, side.paged.format)
         return [part / OUTWARD for part in packed.layers()]
 
@@ -234,7 +234,7 @@ def test_exact_prefixes_come_back_bit_for_bit(llm):
     same_first(again, first) if IS_GPU else as_before(again, first)
     entry = stored(tokens[:PART])
     assert entry.kind == "prefix-part"
-    # Rounded already: no document may be made of it.
+    # It is rounded already, so no document may be made of it.
     assert side_key(tokens[:PART]) != entry.key
 
 
@@ -262,7 +262,7 @@ def test_engines_that_round_differently_do_not_share_entries(tiny_llama, tmp_pat
     for kind in [*KINDS, "auto", KINDS[0]]:
         has_been = kind == KINDS[0] and bool(list(tmp_path.iterdir()))
         llm = start(tiny_llama, disk_path=str(tmp_path), kv_cache_dtype=kind, **SETTINGS)
-        ask(llm, draw(5))  # the scheduler learns what there is
+        ask(llm, draw(5))  # the scheduler learns what is stored
         [output] = ask(llm, ids, boundaries=boundaries, report=True)
         assert statuses(output) == ["cached" if has_been else "filled"] * len(LENGTHS), kind
         store().flush()
@@ -327,7 +327,7 @@ def test_two_ranks_answer_as_one(scaled):
 @pytest.mark.skipif(not IS_GPU, reason="no GPU")
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
 def test_backends_of_gpus(tmp_path, backend):
-    """In half precision, as these are used. FLASH_ATTN needs FlashAttention 3."""
+    """Half precision is used, as is usual for these backends. FLASH_ATTN needs FlashAttention 3."""
     model = write_tiny_llama(tmp_path, head_dim=128, hidden_size=1024)
     settings = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "attention_backend": backend, "prefix_blocks": True}
     llm = start(model, **SETTINGS | settings)

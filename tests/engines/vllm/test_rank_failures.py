@@ -1,4 +1,4 @@
-"""Two real ranks, one of which fails at some stage: nobody waits for the other, and the answers stay right."""
+"""Two real ranks, one of which fails at some stage: neither waits for the other, and the answers stay right."""
 
 from typing import Any
 
@@ -31,9 +31,9 @@ STAGES = {
     "statistics": ("cache", "store", "held"),
     "fetch": ("fetcher", "kept_for"),
 }
-"""Where rank 1 fails, as a path from the worker's side."""
+"""Places where rank 1 fails, as paths from the worker's side."""
 TWICE_IS_FATAL = ("metadata", "compute")
-"""What fails twice in a row fails as vLLM's own forward would."""
+"""Stages that end the engine, like vLLM's own forward, if they fail twice in a row."""
 PROBES = [
     {"recompute_ratio": 1.0},
     {"recompute_ratio": 0.5, "policy": "composite(asking=1)"},
@@ -42,7 +42,7 @@ PROBES = [
 
 
 class _Fault:
-    """A fault on rank 1, of the first call or of all, until it is mended."""
+    """A fault on rank 1, in the first call or in all calls, until it is mended."""
 
     def __init__(self, path: tuple[str, ...], times: int) -> None:
         self._path = path
@@ -75,7 +75,7 @@ def mend(worker: Any) -> None:
 
 
 def faulty_answers(llm: Any, stages: dict[str, tuple[str, ...]], seeds: list[list[list[int]]]) -> list[Any]:
-    """For each stage and each way to choose: what failed, tokens of the answer while it did, and what is right."""
+    """For each stage and policy: the failure, the tokens of the answer during the failure, and the right tokens."""
     results = []
     for (stage, path), documents in zip(stages.items(), seeds, strict=True):
         for number, params in enumerate(PROBES):

@@ -19,7 +19,7 @@ def test_a_kv_cache_of_another_kind():
 
 
 def test_the_worker_alone_or_beside_another_connector(tiny_llama):
-    """As ``vllm serve`` may be set up by hand."""
+    """``vllm serve`` may be set up like this by hand."""
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     offloading["kv_connector_extra_config"] = {"cpu_bytes_to_use": 2**20}
     ours = engine_arguments(load_config(enable_chunk_cache=True))["kv_transfer_config"]
@@ -37,7 +37,7 @@ def test_without_the_chunk_cache_nothing_is_refused(tiny_llama):
 
 
 def test_rotary_positions_that_cannot_move(tiny_llama, monkeypatch):
-    """Found out by measuring: keys that do not turn with their position."""
+    """Keys that do not rotate with their position are noticed by measuring."""
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -45,7 +45,7 @@ def test_rotary_positions_that_cannot_move(tiny_llama, monkeypatch):
         query, key = original(self, positions, query, key, *rest)
         return query, None if key is None else key * (1 + positions[:, None].to(key.dtype))
 
-    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # or later engines of this process would get these
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # otherwise later engines of this process would use them
     original = RotaryEmbedding.forward_native
     for name in ("forward_native", "forward_cpu"):
         if hasattr(RotaryEmbedding, name):

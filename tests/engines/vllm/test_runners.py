@@ -1,5 +1,5 @@
-"""Every way in which vLLM runs a model gives what the embedded engine gives in fp32, within the rounding of its own
-type."""
+"""Every way in which vLLM runs a model gives the embedded engine's results in fp32, within the rounding of its own
+dtype."""
 
 import random
 from itertools import product
@@ -22,11 +22,11 @@ MODES = (
     if torch.cuda.is_available()
     else [("V1", True, None)]
 )
-"""Runner, whether eager, backend."""
+"""Cases: runner, whether eager, backend."""
 
 
 def draw_prompts(count, chance):
-    """Documents that come again, at other places."""
+    """Documents that recur at other positions."""
 
     def draw(shortest, longest):
         return [chance.randrange(10, VOCABULARY) for _ in range(chance.randint(shortest, longest))]
@@ -37,7 +37,8 @@ def draw_prompts(count, chance):
 
 @pytest.fixture(scope="module")
 def case(tiny_llama):
-    """A model, prompts, what the embedded engine says, and by how much bfloat16 changes what transformers says."""
+    """A model, prompts, the results of the embedded engine, and the effect of bfloat16 on the results of
+    transformers."""
     engine = HFEngine(
         LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32),
         enable_chunk_cache=True,
@@ -66,8 +67,8 @@ def rms(difference):
 
 
 def first_tokens(llm, prompts):
-    """Of every prompt ``(ids, boundaries)``, for every ratio and without the cache (``None``): log-probabilities
-    ``[prompts, ratios, vocabulary]`` of the first token, and cached tokens."""
+    """Log-probabilities ``[prompts, ratios, vocabulary]`` of the first token of every prompt ``(ids, boundaries)``,
+    for every ratio and without the cache (``None``), and the numbers of cached tokens."""
     said, cached = [], []
     for ids, boundaries in prompts:
         said.append([])
@@ -97,6 +98,6 @@ def test_first_tokens_are_those_of_the_embedded_engine(case, tiny_llama, monkeyp
     print(f"{runner} eager={eager} {backend}: errors {error.amax(0).tolist()}, allowed {tolerance}")
     assert (error <= tolerance).all(), error
     assert sum(count > 0 for count in cached) >= 3 * (len(prompts) - 1)  # the first fills
-    # Or anything would do: what is reused changes answers by far more than rounding does.
+    # Otherwise any result would pass. Reuse changes answers by far more than rounding does.
     print(f"reused as it is: {rms(wanted[:, 0] - wanted[:, -1]).tolist()}")
     assert (rms(wanted[:, 0] - wanted[:, -1]) > 3 * tolerance).all()

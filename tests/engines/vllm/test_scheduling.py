@@ -1,4 +1,4 @@
-"""Many requests at once in an engine with little room: small steps, few blocks, preemptions, aborts."""
+"""Many requests at once in a small engine: small steps, few blocks, preemptions, aborts."""
 
 import random
 
@@ -19,9 +19,9 @@ from tests.engines.vllm.processes import EngineApart
 pytestmark = pytest.mark.engine
 
 BLOCKS = 26
-"""Of 32 tokens each: four of the requests below do not fit together."""
+"""Number of blocks of 32 tokens. Four of the requests below do not fit together."""
 LENGTH = 80
-"""Tokens every request generates."""
+"""Number of tokens that every request generates."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def preemptions(llm):
 
 
 def run_together(llm, requests, aborted):
-    """Add all requests, abort some on the way, return the finished outputs by request id."""
+    """Add all requests, abort some while they run, and return the finished outputs by request id."""
     engine = llm.llm_engine
     for name, (text, params) in requests.items():
         engine.add_request(name, text, greedy(LENGTH, logprobs=1, params=params))
@@ -92,7 +92,7 @@ def test_a_prompt_beyond_the_models_length_is_refused_and_the_engine_goes_on(cra
 
 
 def test_plain_requests_get_what_a_fresh_engine_gives(cramped, tiny_text):
-    """After all this, and with prefix caching on: the same tokens as an engine that never heard of chunks."""
+    """After all this, and with prefix caching on, the tokens are those of an engine without a chunk cache."""
     texts = [prompt("You are helpful.", DOCUMENTS[:3]), "A plain question, 4: is", prompt("Be brief.", DOCUMENTS[1:])]
     for text in texts:
         answer(cramped, [text])

@@ -1,5 +1,6 @@
-"""The start-up gate inside vLLM: what is broken turns the cache off, and every request is answered all the same."""
+"""The start-up gate inside vLLM: errors turn the cache off, and every request is answered nevertheless."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def loud(monkeypatch):
-    """What the connector says as an error; vLLM's loggers hand nothing on to pytest."""
+    """Errors that the connector logs. vLLM's loggers pass nothing on to pytest."""
     lines = []
     monkeypatch.setattr(side.logger, "error", lambda line, *args: lines.append(line % args))
     return lines
@@ -59,7 +60,7 @@ def first_tokens_left_out(patch):
 
 
 def future_in_sight(patch):
-    """Every virtual sequence is as long as the longest. Tiles, on a GPU, would not ask how long one is."""
+    """Every virtual sequence gets the length of the longest one. Tiles, on a GPU, do not use that length."""
 
     def longest(**inputs):
         return build(**inputs | {"seq_lens": torch.full_like(inputs["seq_lens"], inputs["max_seq_len"])})
@@ -115,12 +116,13 @@ def test_real_weights_pass_and_breaks_do_not(dtype, loud):
     def tried(sink, context="alone"):
         return self_test(model, sink, context, worker.forward, worker.paged, worker.ranks)
 
-    sinks = [((1,), "alone")]
-    if dtype == "float32":  # half precision is slow where it is emulated
-        sinks += [((), "alone"), (tuple(range(100, 160)), "alone"), ((), "system")]
+    sinks = [((1,), "alone"), ((), "alone"), (tuple(range(100, 160)), "alone"), ((), "system")]
+    breaks = [keys_not_turned, first_tokens_left_out, future_in_sight]
+    if dtype != "float32":  # half precision is slow where it is emulated
+        sinks, breaks = [], random.sample(breaks, 1)
     for sink, context in sinks:
         assert tried(sink, context) is None
-    for broken in (keys_not_turned, first_tokens_left_out, future_in_sight):
+    for broken in breaks:
         with pytest.MonkeyPatch.context() as patch:
             broken(patch)
             assert "self-test failed" in tried((1,)), broken

@@ -1,4 +1,4 @@
-"""``kvmosaic serve`` as users meet it: a server process, and the OpenAI client."""
+"""``kvmosaic serve`` as users run it: a server process, and the OpenAI client."""
 
 import json
 import os
@@ -76,7 +76,8 @@ def str_of_keys(params):
 
 
 def complete_raw(client, text, **params):
-    """As :func:`complete`, but by hand: the client's JSON knows no infinity, Python's reading of ``1e999``."""
+    """Like :func:`complete`, but without the client, whose JSON has no infinity, which ``1e999`` becomes in
+    Python."""
     body = json.dumps(
         {
             "model": client.models.list().data[0].id,
@@ -93,7 +94,7 @@ def complete_raw(client, text, **params):
 
 
 def metrics(client):
-    """Our series on vLLM's own endpoint."""
+    """Our metrics on vLLM's own endpoint."""
     url = str(client.base_url).replace("/v1/", "/metrics")
     lines = urllib.request.urlopen(url, timeout=10).read().decode().splitlines()
     series = (line.rpartition(" ") for line in lines if line.startswith("kvmosaic:"))
@@ -155,7 +156,7 @@ def test_bad_parameters_are_counted_and_answered_plainly(client, params):
 
 @pytest.mark.parametrize("sent", ["report", ["report"], 5, 0.5])
 def test_parameters_that_are_no_object_end_nothing(client, sent):
-    """Some releases of vLLM refuse them, others hand them on."""
+    """Some releases of vLLM refuse them, others pass them on."""
     body = {"model": client.models.list().data[0].id, "prompt": "It is", "max_tokens": 2}
     extra = {"vllm_xargs": {"kv_transfer_params": sent}}
     url = f"{client.base_url}completions"
@@ -175,7 +176,7 @@ def test_ratio_one_is_plain_vllm(client):
 
 @pytest.mark.long
 def test_a_model_with_sliding_windows(tmp_path):
-    """Of documents longer than the window, what is stored is less than all, and serves them in any order."""
+    """Documents longer than the window are stored only in part, and are reused in any order."""
     documents = [
         " ".join(f"{name} {number} is kept in box {(number * 7 + seed) % 97}." for number in range(90))
         for seed, name in enumerate(("Item", "Letter"))

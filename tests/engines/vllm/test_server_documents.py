@@ -1,4 +1,4 @@
-"""Applications that nobody changed: their clients send documents as they always do, and the server reuses them."""
+"""Unchanged applications: their clients send documents as usual, and the server reuses them."""
 
 import json
 import random
@@ -29,12 +29,12 @@ MODEL = "smollm2-135m"
 OPTIONS = "--max-model-len 2048 --trust-request-chat-template --enable-auto-tool-choice --tool-call-parser hermes"
 ASKS = {"x-kvmosaic": "report"}
 SHARE = 0.9
-"""Least share of the documents' tokens that is reused."""
+"""Minimum share of the documents' tokens that is reused."""
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """A server that knows the documents, from a request with each in a message of its own."""
+    """A server that has stored the documents, after a request with each of them in a separate message."""
     log = tmp_path_factory.mktemp("serve") / "log"
     settings = {"KVMOSAIC_MISS_POLICY": "fill-first", "KVMOSAIC_CHUNK_SEPARATOR": ""}
     with serving(MODEL, log, *OPTIONS.split(), "--client-parameters", "all", **settings) as url:
@@ -54,7 +54,7 @@ def client(url):
 
 @pytest.fixture
 def share(tokenizer):
-    """The share of the documents' tokens that a report says were reused."""
+    """Share of the documents' tokens that were reused, according to a report."""
     tokens = sum(len(tokenizer(document).input_ids) for document in DOCUMENTS)
 
     def share_of(report):
@@ -65,7 +65,7 @@ def share(tokenizer):
 
 
 def ask(client, messages, **more):
-    """An answer's header and the answer."""
+    """The answer's header, and the answer."""
     more = {"max_tokens": 4, "temperature": 0} | more
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, extra_headers=ASKS, **more)
     return raw.headers.get("x-kvmosaic"), raw.parse()
@@ -184,7 +184,7 @@ def test_explicit_names_in_a_completion(client, share):
     ids=["parts-ratio-1", "results-ratio-1", "absent"],
 )
 def test_answers_are_those_of_plain_vllm(client, messages, params):
-    """A salt of its own for each request keeps vLLM's prefix cache out of it."""
+    """Each request has its own salt, so that vLLM's prefix cache has nothing for it."""
     asked = messages()
     answers = []
     for number, sent in enumerate((params, {"chunk_cache": False})):
@@ -280,7 +280,7 @@ def test_langchain_tool_results_and_structured_output(langchain, share):
 
 @pytest.mark.long
 def test_llama_index(url, share):
-    """It writes parts that are all text as one text, so its documents are tool results, or named."""
+    """It joins text parts into one text, so its documents are tool results or named."""
     try:
         from llama_index.core.llms import ChatMessage
         from llama_index.llms.openai_like import OpenAILike
@@ -317,8 +317,8 @@ def test_llama_index(url, share):
 
 @pytest.mark.long
 def test_a_chain_that_nobody_changed(tmp_path, share):
-    """All of its prompt is one text, and nothing in it is named: from the third request on it is reused, also where
-    documents that stood side by side do so again."""
+    """Its prompt is one text in which nothing is named. From the third request on, documents are reused, even if the
+    same documents are side by side again."""
     from langchain_core.prompts import ChatPromptTemplate
     from langchain_openai import ChatOpenAI
 

@@ -62,7 +62,7 @@ def test_segments_are_whole_blocks():
         ({"window": 50}, 64),
         ({"window": 40, "drafts": object()}, 64),  # drafts begin a token earlier
         ({"window": 40, "window_tails": False}, None),
-        ({"window": 40, "stages": 2}, None),  # the name of a stage's entry does not tell its layers with a window
+        ({"window": 40, "stages": 2}, None),  # a stage's entry does not name its layers with a window
         ({"window": 40, "recompute_ratio": 0.5, "policy": "composite"}, None),  # looks inside chunks
         ({"window": 40, "recompute_ratio": 0.5, "policy": "sink-link"}, 48),
         ({"window": 40, "recompute_ratio": 1.0, "policy": "composite"}, 48),

@@ -1,4 +1,4 @@
-"""Engines of different tensor-parallel sizes, for real, that serve one another's documents from a shared pool."""
+"""Real engines of different tensor-parallel sizes, which serve each other's documents from a shared pool."""
 
 import time
 from typing import Any
@@ -34,7 +34,7 @@ SETTINGS = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model
 FILLED = [("filled", None)] * 5
 FROM_POOL = [("cached", "remote")] * 5
 OPENING, ANSWER = 280, 250
-"""Tokens of a conversation's first prompt and of the answer to it: together more than two parts."""
+"""Number of tokens of a conversation's first prompt, and of the answer to it: together more than two segments."""
 
 
 def pooled(url: str) -> dict[str, Any]:
@@ -42,7 +42,8 @@ def pooled(url: str) -> dict[str, Any]:
 
 
 def ask_twice(llm: Any, documents: list[list[int]]) -> tuple[list[list[int]], list[tuple[str, str | None]]]:
-    """Answers to two prompts that have the documents in different orders, and what became of each in the first."""
+    """Answers to two prompts that have the documents in different orders, and the status of each document in the
+    first."""
     answers, fates = [], []
     for system, order in ((12, (0, 1, 2, 3, 4)), (13, (4, 2, 0, 1, 3))):
         ids, boundaries = join([[system] * 9, *[documents[i] for i in order], [7, 8, 9]])
@@ -56,7 +57,7 @@ def ask_twice(llm: Any, documents: list[list[int]]) -> tuple[list[list[int]], li
 
 
 def answers_left_alone(llm: Any, documents: list[list[int]]) -> list[list[int]]:
-    """What plain vLLM says: where a load failed, requests are computed as a whole, and this is what they say."""
+    """Answers of plain vLLM, which requests also get if a load fails, because they are then computed as a whole."""
     answers = []
     for system, order in ((12, (0, 1, 2, 3, 4)), (13, (4, 2, 0, 1, 3))):
         ids, _ = join([[system] * 9, *[documents[i] for i in order], [7, 8, 9]])
@@ -68,9 +69,9 @@ def answers_left_alone(llm: Any, documents: list[list[int]]) -> list[list[int]]:
 
 
 def check(engine: EngineApart, documents: list[list[int]], wanted: Any) -> None:
-    """The engine's answers and what became of the documents are as wanted; else everything that may say why not.
-    On two busy cores a call to the pool may time out. Then the documents are filled, the answers must still be right,
-    and the pool is asked again."""
+    """Check the engine's answers and the status of the documents. On failure, everything that may explain it is
+    shown. On two busy cores a call to the pool may time out. Then the documents are filled, the answers must still be
+    right, and the pool is asked again."""
     found = engine.call(ask_twice, documents)
     for _ in range(2):
         if wanted[1] == FROM_POOL and found == (wanted[0], FILLED):
@@ -84,19 +85,20 @@ def check(engine: EngineApart, documents: list[list[int]], wanted: Any) -> None:
 
 
 def talk(llm: Any, tokens: list[int], count: int) -> tuple[list[int], int]:
-    """An answer, and how many tokens of the prompt were cached."""
+    """An answer, and the number of the prompt's cached tokens."""
     [output] = llm.generate({"prompt_token_ids": tokens}, greedy(count, detokenize=False), use_tqdm=False)
     return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 
 def converse(llm: Any, opening: list[int]) -> list[int]:
-    """A conversation that was just had, and what is said next."""
+    """A conversation, and its next turn."""
     return [*opening, *talk(llm, opening, ANSWER)[0], 5, 6, 7]
 
 
 def wait_for_pool(worker: Any) -> bool:
-    """Whether this rank can use the pool, which it leaves alone for a while after a call that took too long. Two
-    ranks that wait for each other on two cores may keep everything else from running for a minute."""
+    """Wait until this rank can use the pool, which it does not use for a while after a call that took too long.
+    Returns whether it can. Two ranks that wait for each other on two cores may keep everything else from running for
+    a minute."""
     deadline = time.monotonic() + 180
     while not store()._stack.tiers[-1].is_up and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -104,26 +106,27 @@ def wait_for_pool(worker: Any) -> bool:
 
 
 def be_patient(llm: Any) -> None:
-    """Have requests wait for the pool as long as it takes: on a busy machine, half a minute is over before two ranks
-    have fetched anything, and the request is served plainly, with other answers. For an engine in its own process."""
+    """Let requests wait for the pool without a limit. On a busy machine, two ranks may need more than half a minute
+    to fetch anything, and the request would be served plainly, with other answers. For an engine in a separate
+    process."""
     waiting.PATIENCE_SECONDS = 600
     scheduler_side(llm).prefixes._patience = 600
 
 
 def settle(llm: Any) -> None:
-    """Have all ranks tell what they have, and use the pool, before anything is asked that depends on it."""
+    """Wait until all ranks have reported their entries and use the pool, before any request depends on that."""
     llm.generate({"prompt_token_ids": draw(5)}, greedy(2, detokenize=False), use_tqdm=False)
     assert all(llm.collective_rpc(wait_for_pool))
 
 
 def flush(worker: Any) -> tuple[str, int]:
-    """Have everything in the pool; what this rank holds, and failed writes."""
+    """Write everything to the pool. Returns this rank's entries and the number of failed writes."""
     store().flush()
     return str(worker_side().ranks.share.heads), store().get_stats()["write_errors"]
 
 
 def forget_memory(worker: Any) -> None:
-    """Of all it knows, a rank has only what is in the pool."""
+    """Empty a rank's memory, so that it only has the entries in the pool."""
     forget_fast_copies()
 
 
@@ -132,8 +135,8 @@ def on_ranks(llm: Any, function: Any) -> list[Any]:
 
 
 class Case:
-    """Two sets of documents, an opening to go with each, and what an engine says that knows no pool; one of two ranks
-    says the same (``test_tensor_parallel.py``)."""
+    """Two sets of documents, an opening for each, and the answers of an engine without a pool. An engine of two ranks
+    gives the same answers (``test_tensor_parallel.py``)."""
 
     def __init__(self, model: str) -> None:
         lengths = ((20, 37, 52, 64, 70), (23, 31, 45, 58, 69))
@@ -161,7 +164,7 @@ def case(tiny_llama):
 
 @pytest.mark.parametrize("kind", [Valkey, Mooncake], ids=lambda kind: kind.kind)
 def test_each_size_serves_what_the_other_computed(tmp_path, tiny_llama, case, kind, monkeypatch):
-    """By a prefill and by decoding, at one size, and served at the other."""
+    """KV is computed by a prefill and by decoding at one size, and served at the other."""
     pool = kind(tmp_path)
     try:
         with EngineApart(tiny_llama, ranks=2, **pooled(pool.url)) as two:
@@ -172,7 +175,7 @@ def test_each_size_serves_what_the_other_computed(tmp_path, tiny_llama, case, ki
             assert two.call(on_ranks, flush) == [("0-1of4L0-2", 0), ("2-3of4L0-2", 0)]
 
             monkeypatch.setattr(waiting, "PATIENCE_SECONDS", 600)
-            one = start(tiny_llama, **pooled(pool.url))  # finds all that there is when it starts
+            one = start(tiny_llama, **pooled(pool.url))  # finds all entries when it starts
             settle(one)
             assert ask_twice(one, case.sets[0]) == (case.answers[0], FROM_POOL), two.said()
             assert talk(one, conversation, 8) == (case.turns[0], 2 * PART)
@@ -180,7 +183,7 @@ def test_each_size_serves_what_the_other_computed(tmp_path, tiny_llama, case, ki
             conversation = converse(one, case.openings[1])
             assert one.collective_rpc(flush) == [("0-3of4L0-2", 0)]
 
-            # This one never heard of these.
+            # This engine does not know these.
             two.call(settle)
             check(two, case.sets[1], (case.answers[1], FROM_POOL))
             assert two.call(talk, conversation, 8) == (case.turns[1], 2 * PART)
@@ -189,7 +192,7 @@ def test_each_size_serves_what_the_other_computed(tmp_path, tiny_llama, case, ki
 
 
 def test_more_ranks_than_heads(tmp_path):
-    """One of the two writes, both read."""
+    """One of two ranks with the same head writes it, and both read it."""
     model = write_tiny_llama(tmp_path / "model", kv_heads=1)
     documents = [draw(length) for length in (20, 37, 52, 64, 70)]
     pool = Valkey(tmp_path)
@@ -204,7 +207,7 @@ def test_more_ranks_than_heads(tmp_path):
             assert {info.key.heads for info in tier.scan()} == {"0-0of1L0-2"}
             tier.close()
             two.call(on_ranks, forget_memory)
-            two.call(forget)  # with its step the scheduler hears of that
+            two.call(forget)  # with its step the scheduler learns of that
             two.call(settle)
             check(two, documents, (first, FROM_POOL))
     finally:

@@ -1,4 +1,5 @@
-"""Long blends while others decode: in slices, so that nobody waits for all of it; the answers stay the same."""
+"""Long blends while other requests decode: they run in slices, so that no request waits for a whole blend, and
+answers stay the same."""
 
 import random
 
@@ -20,7 +21,7 @@ from tests.engines.vllm.helpers import (
 pytestmark = pytest.mark.engine
 
 STEP, REQUESTS = 64, 8
-"""Tokens that vLLM computes in a step at most, and requests."""
+"""Maximum number of tokens and of requests in a step of vLLM."""
 CHUNK, CHUNKS = 70, 6
 
 
@@ -32,7 +33,7 @@ def llm(tiny_llama):
 
 @pytest.fixture(scope="module")
 def documents(llm):
-    """All in the store."""
+    """Documents, all of which are stored."""
     documents = [draw(CHUNK) for _ in range(CHUNKS)]
     ids, boundaries = request(documents)
     add(llm, "first", ids, boundaries=boundaries)
@@ -41,7 +42,7 @@ def documents(llm):
 
 
 def request(documents, system=20):
-    """A prompt of the documents in some order, and its parts."""
+    """A prompt of the documents in a given order, and its parts."""
     return join([draw(system), *random.sample(documents, CHUNKS), draw(9)])
 
 
@@ -51,7 +52,7 @@ def add(llm, name, ids, count=4, **params):
 
 
 def finish(llm, name):
-    """Step until a request is done: its output, and how many steps it took."""
+    """Step until a request is done. Returns its output and the number of steps."""
     for steps in range(1, 1000):
         for output in llm.llm_engine.step():
             if output.finished and output.request_id == name:
@@ -100,7 +101,7 @@ def test_a_pass_takes_more_runs_than_the_engine_takes_requests(llm, documents, p
 @pytest.mark.parametrize("policy", ["random", "sink-link", "composite(asking=1)", "query-attention", "kv-deviation"])
 @pytest.mark.parametrize("lends", [True, False])
 def test_a_question_that_begins_a_block(llm, documents, policy, lends, monkeypatch):
-    """Its first block is not there yet when all before it is loaded; vLLM may be too short of blocks to lend one."""
+    """Its first block does not exist yet when everything before it is loaded, and vLLM may have no block to lend."""
     if not lends:
         lend_nothing(monkeypatch, llm)
     choose_at_any_length(monkeypatch, llm)

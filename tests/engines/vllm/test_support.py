@@ -1,4 +1,4 @@
-"""What the chunk cache refuses, asked of configurations that vLLM itself makes; no weights are loaded."""
+"""Configurations that the chunk cache refuses. vLLM itself makes them, and no weights are loaded."""
 
 import json
 
@@ -11,7 +11,7 @@ from kvmosaic.cli.main import app
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import engine_arguments, served_dtype
-from kvmosaic.engines.vllm.support import unsupported, version_problem
+from kvmosaic.engines.vllm.support import images_problem, unsupported, version_problem
 from tests.engines.vllm.tiny import FP8_CACHE
 from tests.half_precision import IS_NATIVE, pretend_cpu
 
@@ -65,6 +65,22 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+IDEFICS = {
+    "model_type": "idefics3",
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "image_token_id": 6,
+    "scale_factor": 2,
+    "text_config": {"model_type": "llama", **SIZES},
+    "vision_config": {
+        "model_type": "idefics3_vision",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    },
+}
 WHISPER = {
     "model_type": "whisper",
     "architectures": ["WhisperForConditionalGeneration"],
@@ -84,7 +100,7 @@ WHISPER = {
 
 @pytest.fixture
 def build(tmp_path):
-    """Makes vLLM's configuration of a model that is nothing but a ``config.json``."""
+    """Make vLLM's configuration for a model that is only a ``config.json``."""
 
     def build(config, **arguments):
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -191,6 +207,32 @@ def test_a_draft_model_is_supported(build, tmp_path):
     assert unsupported(build(LLAMA, speculative_config=draft)) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({}, None),
+        ({"enable_lora": True}, "LoRA"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"mm_processor_cache_type": "shm"}, "mm_processor_cache_type=shm"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculat",
+        ),
+    ],
+    ids=["plain", "lora", "ranks", "shared-memory", "drafts"],
+)
+def test_where_images_are_read(build, arguments, named):
+    config = build(IDEFICS, **arguments)
+    assert unsupported(config) == []
+    problem = images_problem(config)
+    assert problem is None if named is None else named in problem
+
+
+def test_images_of_models_that_were_never_tried_are_not_read(build, monkeypatch):
+    monkeypatch.setattr("kvmosaic.engines.vllm.support.READS_IMAGES", ("AnotherModel",))
+    assert "Idefics3ForConditionalGeneration" in images_problem(build(IDEFICS))
+
+
 def test_prefill_context_parallel_is_refused(build):
     config = build(LLAMA)
     # Set afterwards: on a CPU vLLM cannot build it (its model runner there has no prefill context parallelism).
@@ -268,7 +310,7 @@ def arguments_for(tmp_path, **changes):
 
 
 def said(caplog):
-    """What we logged, and not vLLM."""
+    """Lines that we logged, without vLLM's."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("kvmosaic")]
 
 
@@ -331,3 +373,19 @@ def test_doctor_asks_vllm(tmp_path, monkeypatch, model, arguments, verdict, foun
     assert done.exit_code == (verdict == "fail")
     assert (rows["model in vLLM"]["verdict"], rows["model in vLLM"]["found"]) == (verdict, found)
     assert [rows[check]["verdict"] for check in ("vLLM", "vLLM connector", "vLLM worker")] == ["ok"] * 3
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        ("parts", "documents beside them are reused; images too, if chunk_sources has images"),
+        ("parts,images", "reused, and so are documents beside them"),
+    ],
+)
+def test_doctor_says_what_of_images_is_reused(tmp_path, monkeypatch, sources, found):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SOURCES", sources)
+    (tmp_path / "config.json").write_text(json.dumps({**IDEFICS, "dtype": "float32"}))
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"], catch_exceptions=False)
+    rows = {row["check"]: row for row in json.loads(done.stdout.splitlines()[-1])["checks"]}
+    assert (rows["images"]["verdict"], rows["images"]["found"]) == ("ok", found)

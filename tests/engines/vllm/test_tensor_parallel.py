@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks for real: each has its own heads and its own store, and they must agree."""
+"""Two real tensor-parallel ranks: each has its own heads and its own store, and they must agree."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 STEP = 64
-"""Tokens that vLLM computes in a step at most."""
+"""Maximum number of tokens in a step of vLLM."""
 SETTINGS = {
     "miss_policy": "fill-first",
     "skip_tokenizer_init": True,
@@ -34,7 +34,7 @@ def forget_some(worker):
 
 
 def count_slices(worker):
-    """Have a rank count the slices that it hands out from now on."""
+    """Make a rank count the slices that it hands out from now on."""
     from kvmosaic.engines.vllm.worker_side.slices import Slices
 
     go_on, Slices.handed = Slices.go_on, 0
@@ -65,7 +65,7 @@ def answers(llm: Any, documents: list[list[int]], other: list[int]) -> dict[str,
         *_, output = llm.generate(prompts, [*longer, ours], use_tqdm=False)
         return list(output.outputs[0].token_ids), output.num_cached_tokens
 
-    assert llm.reset_prefix_cache(reset_connector=True)  # nothing of other tests is stored
+    assert llm.reset_prefix_cache(reset_connector=True)  # no entries of other tests are stored
     result = {
         "filled": ask([0, 1, 2, 3, 4], 12),
         "moved": ask([4, 2, 0, 1, 3], 13),

@@ -1,4 +1,4 @@
-"""Where entries come from: host memory, disk, another process; and what happens when there is no room for them."""
+"""Entries from host memory, disk or another process, and the behaviour when there is no room for them."""
 
 import resource
 import signal
@@ -58,7 +58,7 @@ def llm(disk, tiny_text):
 
 @pytest.fixture
 def may_read(llm, monkeypatch):
-    """Documents are on disk alone, and reading them waits for this event."""
+    """Documents are on disk only, and reading them waits for this event."""
     forget_fast_copies()
     plain(llm, ["Hello, this is"])
     disk_tier = slowest_tier()
@@ -69,8 +69,8 @@ def may_read(llm, monkeypatch):
 
 
 def test_a_new_engine_serves_documents_from_disk(llm):
-    """Written by another engine; fetched while the request waits; reported as cached, on disk."""
-    plain(llm, ["Hello, this is"])  # the scheduler learns with the first step what there is
+    """Documents that another engine wrote are fetched while the request waits, and reported as cached on disk."""
+    plain(llm, ["Hello, this is"])  # with the first step the scheduler learns what is stored
     before = llm.get_stats()
     [output] = answer(llm, [prompt("Another system prompt.", DOCUMENTS[::-1])], report=True)
     after = llm.get_stats()
@@ -83,7 +83,7 @@ def test_a_new_engine_serves_documents_from_disk(llm):
 
 
 def test_a_slow_disk_stalls_nobody_else(llm, may_read):
-    """While one request waits for its documents, another one is served from its first to its last token."""
+    """While one request waits for its documents, another one is served completely."""
     engine = llm.llm_engine
     sampling = greedy(10)
     engine.add_request("waits", prompt("You are patient.", DOCUMENTS), sampling)
@@ -99,7 +99,7 @@ def test_a_slow_disk_stalls_nobody_else(llm, may_read):
 
 
 def test_a_reset_empties_memory_and_leaves_the_disk_to_others(llm):
-    """vLLM resets the connector when it goes to sleep. The scheduler learns again what the disk has."""
+    """vLLM resets the connector when it goes to sleep. Then the scheduler learns again which entries the disk has."""
     answer(llm, [prompt("You are helpful.", DOCUMENTS)])
     assert store().get_stats()["current_memory_mb"] > 0
     assert llm.reset_prefix_cache(reset_connector=True)
@@ -108,7 +108,7 @@ def test_a_reset_empties_memory_and_leaves_the_disk_to_others(llm):
 
 
 def test_no_step_reads_the_disk_itself(llm, monkeypatch):
-    """Documents are on disk alone, of which the scheduler has not heard: they are filled, not waited for."""
+    """Documents are on disk only, and the scheduler does not know them, so they are filled and not waited for."""
     answer(llm, [prompt("You have a disk.", DOCUMENTS)])
     forget_fast_copies()
     readers, before = note_readers(monkeypatch), llm.get_stats()["misses_by_reason"]["slow-tier"]
@@ -133,7 +133,7 @@ def test_a_request_aborted_while_it_waits_leaves_nothing_pinned(llm, may_read):
 
 
 def test_a_request_does_not_wait_for_ever(llm, may_read, monkeypatch):
-    """The disk does not answer: the request is prefilled, exactly, and says why."""
+    """If the disk does not answer, the request is prefilled exactly and reports the reason."""
     set_patience(monkeypatch, 0.5)
     text = prompt("You are in a hurry.", DOCUMENTS)
     [output] = answer(llm, [text], report=True)
@@ -144,9 +144,9 @@ def test_a_request_does_not_wait_for_ever(llm, may_read, monkeypatch):
 
 
 def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, tiny_text, tokenizer, monkeypatch):
-    """The remapped KV itself, layer by layer, packed as the backend packs it: compared with the same entry moved by
+    """The remapped KV itself is compared layer by layer, packed as the backend packs it: with the same entry moved by
     the embedded engine's remap (1e-4), and with the embedded engine's own canonical KV moved to the same place, which
-    was computed by other kernels (1e-4 of the largest value of the layer)."""
+    other kernels computed (1e-4 of the largest value of the layer)."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
     reference = HFEngine(model, tokenizer, enable_chunk_cache=True, miss_policy="fill-first", **OURS)
     kv, loaded = worker_side().forward.kv, note_placed(monkeypatch)
@@ -180,7 +180,7 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, tiny_text, to
         ]
         remap(entry, k, v, position, turns)
         positions = torch.arange(position, position + len(entry.tokens))
-        free = max(blocks[0]) + 1  # blocks that nobody uses, for a copy packed by the backend itself
+        free = max(blocks[0]) + 1  # unused blocks, for a copy packed by the backend itself
         mirror = [list(range(free, free + len(blocks[0])))]
         mirror_slots = kv.slots(positions.to(kv.device), mirror)
         for index, layer in enumerate(kv.layers):
@@ -200,7 +200,8 @@ def test_blocks_hold_what_the_embedded_engine_would_put_there(llm, tiny_text, to
 
 
 def test_no_room_in_the_fastest_tier(llm):
-    """Everything there is pinned: new documents are computed, answered rightly, and stored further down or not."""
+    """Everything in that tier is pinned. New documents are computed, answers are right, and the documents may be
+    stored in slower tiers."""
     documents = [f"Report {number}: " + " ".join(DOCUMENTS) for number in range(12)]
     answer(llm, [prompt("You are helpful.", documents[:3])])
     with store().pin([info.key for info in store().scan()]):
@@ -212,7 +213,7 @@ def test_no_room_in_the_fastest_tier(llm):
 
 
 def test_a_full_disk(llm):
-    """Writes fail; the answers do not, and the failures are counted."""
+    """Writes fail and are counted, but answers are right."""
     before = llm.get_stats()["write_errors"]
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -256,5 +257,5 @@ def test_a_document_that_is_too_long_for_the_store_is_text_of_its_prompts(tiny_t
     same(answer(llm, [prompt("Another one.", [long])])[0], plain(llm, [prompt("Another one.", [long])])[0])
     [only] = [len(tokens) for _, chunks in filled for tokens in chunks.values()]
     assert only <= longest
-    assert worker_side()._filler._half_filled is None  # nor in slices
+    assert worker_side()._filler._half_filled is None  # and not in slices
     assert waiting_fills(llm) == 0

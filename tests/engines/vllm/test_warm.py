@@ -1,4 +1,4 @@
-"""Documents filled ahead of time by the command line are found by an engine that is started later."""
+"""An engine that is started later finds the documents that the command line filled ahead of time."""
 
 import json
 
@@ -12,12 +12,12 @@ pytestmark = pytest.mark.engine
 
 CORPUS = [f"Report {number}: {DOCUMENTS[number % len(DOCUMENTS)]}" for number in range(20)]
 TOO_LONG = "And so on. " * 60
-"""For the engine that warms: with 256 positions, of which the sink prefix takes some 160."""
+"""Options of the warming engine: 256 positions, of which the sink prefix takes about 160."""
 
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory, tiny_text):
-    """A disk tier that the command filled, and what it said."""
+    """A disk tier that the command filled, and its output."""
     folder = tmp_path_factory.mktemp("warm")
     corpus, entries = folder / "corpus.jsonl", folder / "entries"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*CORPUS, TOO_LONG, CORPUS[0]]))

@@ -1,4 +1,5 @@
-"""Where it is sure that files are what vLLM loaded; else weights are known by what is in memory."""
+"""Weights are identified by their files if it is certain that vLLM loaded those, otherwise by their content in
+memory."""
 
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ def test_formats_that_load_something_else(format_):
 
 def test_object_storage_and_modelscope(monkeypatch):
     assert weight_files(config(model="/tmp/only-the-config", model_weights="s3://bucket/model")) is None
-    # Not in the environment, which vLLM reads once, maybe for an earlier engine.
+    # The environment is not used, because vLLM reads it once, perhaps for an earlier engine.
     monkeypatch.setitem(vars(envs), "VLLM_USE_MODELSCOPE", True)
     assert weight_files(config()) is None
 

@@ -1,4 +1,5 @@
-"""Weights that change in a live engine: KV of the old ones is not served, that of the new ones is kept apart."""
+"""Weights that change in a running engine: KV of the old weights is not served, and KV of the new ones has other
+names."""
 
 from pathlib import Path
 
@@ -34,8 +35,8 @@ LOADABLE = ("embed_tokens", "norm")
 
 @pytest.fixture(scope="module")
 def folders(tiny_llama, tmp_path_factory):
-    """Two folders with other weights: in the first those differ that ``load_weights`` can replace, in the second the
-    others."""
+    """Two folders with different weights. In the first, those differ that ``load_weights`` can replace; in the
+    second, the others."""
     weights = load_file(Path(tiny_llama) / "model.safetensors")
     folders = []
     for is_loadable in (True, False):
@@ -66,7 +67,7 @@ def prompts():
 
 
 def answers(llm, prompts):
-    """What an engine says to all prompts, nothing of it from vLLM's own prefix cache."""
+    """Answers of an engine to all prompts, with nothing from vLLM's own prefix cache."""
     (first, first_parts), (second, second_parts), plain = prompts
     outputs = []
     for ids, params in [
@@ -87,7 +88,7 @@ def all_close(ours, theirs):
 
 
 def load_from(folder):
-    """Have RLHF code's way of loading load a folder's weights, as far as a CPU can."""
+    """Load a folder's weights in the way of RLHF code, as far as a CPU can."""
 
     def load(worker):
         weights = load_file(Path(folder) / "model.safetensors")
@@ -102,7 +103,7 @@ def reload_from(folder):
 
 
 def put_from(folder):
-    """The same numbers in the parameters' own memory, of which the model is told nothing."""
+    """Write a folder's weights into the parameters' memory, without notice to the model."""
 
     def put(model):
         for name, value in load_file(Path(folder) / "model.safetensors").items():
@@ -119,18 +120,18 @@ def test_kv_of_other_weights_is_not_served(tiny_llama, folders, prompts, change,
     llm = start(tiny_llama, **SETTINGS)
     before = answers(llm, prompts)
     pinned = [info.key.content_hash.hex() for info in store().scan()]
-    assert all(llm.collective_rpc("chunk_cache_keep", args=(digest, True)) == [1] for digest in pinned)
+    assert all(llm.collective_rpc("chunk_cache_pin", args=(digest, True)) == [1] for digest in pinned)
     assert [exact(output)[0] for output in before] != [exact(output)[0] for output in with_others]
 
     change(other)(llm)
     assert llm.reset_prefix_cache()
     all_close(answers(llm, prompts), with_others)
-    assert not any(info.pinned for info in store().scan())  # with the old weights, nobody could name them
+    assert not any(info.pinned for info in store().scan())  # with the old weights, they could not be named any more
     hits = llm.get_stats()["cache_hits"]
     all_close(answers(llm, prompts), with_others)
     assert llm.get_stats()["cache_hits"] > hits
 
-    # Back: what was stored first is found again, and nothing that was stored in between.
+    # Back to the first weights: only entries that were stored with them are found again.
     change(tiny_llama)(llm)
     assert llm.reset_prefix_cache()
     misses = llm.get_stats()["cache_misses"]
@@ -141,8 +142,8 @@ def test_kv_of_other_weights_is_not_served(tiny_llama, folders, prompts, change,
 
 
 def test_a_request_that_finishes_before_and_is_saved_after_the_change(tiny_llama, folders, prompts):
-    """Its blocks are read a step after they were computed: KV of the old weights must not get the new name. Nor must
-    what vLLM's own prefix cache, which nobody emptied, has of it."""
+    """Its blocks are read a step after they were computed. KV of the old weights must not get the new name, and
+    neither must KV from vLLM's own prefix cache, which was not emptied."""
     (*_, plain), other = prompts, folders[1]
     [expected] = ask(start(other, **SETTINGS), plain)
     llm = start(tiny_llama, **SETTINGS)
@@ -199,7 +200,7 @@ def test_weights_that_nobody_can_tell_are_in_no_tier_that_lasts(tiny_llama, prom
 
 
 def only_the_first_rank_knows(worker):
-    """As if the other one's weights had been changed by nobody that is watched."""
+    """The other rank's weights change in a way that is not watched."""
     side = worker_side()
     if side.ranks.rank > 0:
         side.weights._may_have_changed = False
@@ -207,7 +208,7 @@ def only_the_first_rank_knows(worker):
 
 
 def answers_of_ranks(llm, ids, boundaries, folders):
-    """What two ranks say with the weights of one folder after the other, and how they call those."""
+    """Answers of two ranks with the weights of one folder after the other, and the ranks' names for those weights."""
     said, called = [], []
     for folder in folders:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})

@@ -1,4 +1,4 @@
-"""Layers with a sliding window: only what later tokens can see of them is stored, and nothing else changes."""
+"""Layers with a sliding window: only the KV that later tokens can see is stored, and nothing else changes."""
 
 import random
 from collections import defaultdict
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.engine
 
 TAIL = 64
 CHUNK = [(0, 20), (20, PART + 20), (PART + 20, PART + 50)]
-"""System, one chunk, question."""
+"""Lengths of system, one chunk, question."""
 
 
 def spoil_free_blocks(llm):
-    """A free block holds whatever its last owner left there."""
+    """Overwrite free blocks, which may hold anything that their last owner left."""
     pool = block_pool(llm)
     free = [block.block_id for block in pool.blocks[1:] if not block.ref_cnt and not block.block_hash]
     for cache in paged_caches():
@@ -60,7 +60,7 @@ def run(model: str | Path, seed: int, part: int, vocabulary: int, rounds: int, *
         store().flush()
         return sum(nbytes for _, nbytes in store().held().values())
 
-    # Documents, then the same ones in other prompts: other places, other neighbours, some new ones among them.
+    # Documents, then the same ones in other prompts: at other positions, with other neighbours, with some new ones.
     system, documents = drawn(20), [drawn(chance.randint(part // 2, part)) for _ in range(4)]
     for picked in ((0, 1), (1, 0), (2, 1), (3, 2), (1, 3)):
         tokens, boundaries = list(system), [(0, len(system))]
@@ -126,12 +126,12 @@ def test_gemma():
 
 
 def compare(tails, whole):
-    """Answers are the same to the last bit, and so are hits. Prompts that branch off inside a part find less of it in
-    vLLM's own cache when it came from the store, where it is not all there: computed in other pieces, numbers may be
-    rounded differently."""
+    """Check that answers and hits are the same, to the last bit. If a segment came from the store, prompts that
+    branch off inside it find less of it in vLLM's own cache. Their numbers are computed in other pieces, and may be
+    rounded differently. On a GPU all numbers may be, because the blocks decide how its kernels split their work."""
     branches = whole["branches"]
     for index, (mine, yours) in enumerate(zip(tails["answers"], whole["answers"], strict=True)):
-        if index in branches:
+        if index in branches or torch.cuda.is_available():
             same_up_to_rounding(mine, yours)
         else:
             assert mine == yours
@@ -144,14 +144,14 @@ def compare(tails, whole):
 def same_up_to_rounding(mine, yours):
     for token, other, a, b in zip(mine[0], yours[0], mine[1], yours[1], strict=True):
         assert all(a[each] == pytest.approx(b[each], abs=1e-3) for each in a.keys() & b.keys())
-        if token != other:  # as likely as each other, and from here on another text
+        if token != other:  # equally likely tokens, after which the texts differ
             assert a[token] == pytest.approx(a[other], abs=1e-3)
             break
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_gemma):
-    """Nothing it does is measured."""
+    """An engine that learns no costs."""
     llm = start(tiny_gemma, prefix_blocks=True, skip_tokenizer_init=True)
     with pytest.MonkeyPatch.context() as patch:
         measure_nothing(patch)
@@ -170,7 +170,7 @@ def test_what_vllm_has_of_the_beginning_is_not_continued_with(llm, params, is_kn
     order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     [reused] = ask(llm, tokens, **params)
     assert reused.num_cached_tokens >= PART
-    # Now vLLM loses all but the first blocks, and the store everything.
+    # Now vLLM loses all blocks but the first, and the store loses everything.
     cached = defaultdict(list)
     for block_id in order:  # blocks are handed out in this order
         if block_hash := pool.blocks[block_id].block_hash:
@@ -178,7 +178,7 @@ def test_what_vllm_has_of_the_beginning_is_not_continued_with(llm, params, is_kn
     pool.evict_blocks({block_id for blocks in cached.values() for block_id in blocks[3:]})
     store().clear(lambda key: True)
     if is_known:
-        ask(llm, draw(3))  # with this step the scheduler hears of it
+        ask(llm, draw(3))  # with this step the scheduler learns of it
     [partly] = ask(llm, tokens, **params)
     assert partly.num_cached_tokens
     forget(llm)
@@ -200,8 +200,8 @@ def test_a_policy_that_looks_inside_is_not_given_half_a_chunk(llm):
 
 
 def test_a_preempted_request_leaves_no_half_part_to_others(llm):
-    """It began behind blocks that vLLM had, whole, and comes back when they are gone: then it is brought all of it,
-    less the windows."""
+    """It began behind complete blocks in vLLM's cache, and resumes when they are evicted. Then everything is loaded,
+    without the beginnings of windows."""
     tokens, shared = draw(PART + 50), PART // 2
     forget(llm)
     ask(llm, tokens)
@@ -210,9 +210,10 @@ def test_a_preempted_request_leaves_no_half_part_to_others(llm):
     engine = llm.llm_engine
     sampling = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     engine.add_request("preempted", {"prompt_token_ids": tokens}, sampling)
-    for _ in range(3):
+    scheduler = core_scheduler(llm)
+    while not any(request.num_output_tokens for request in scheduler.running):
         engine.step()
-    assert core_scheduler(llm).reset_prefix_cache(reset_running_requests=True)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
     spoil_free_blocks(llm)
     while engine.has_unfinished_requests():
         engine.step()

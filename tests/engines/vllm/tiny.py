@@ -18,7 +18,7 @@ from transformers import (
 
 VOCABULARY = 512
 WINDOW = 60
-"""Tokens that a layer with a sliding window sees."""
+"""Number of tokens that a token sees in layers with a sliding window."""
 FP8_CACHE = {
     "quant_method": "compressed-tensors",
     "format": "dense",
@@ -30,7 +30,7 @@ FP8_CACHE = {
 
 
 def write_tiny_llama(folder: Path, kv_heads: int = 4, **changes) -> str:
-    """Its heads split over two ranks."""
+    """Write a tiny Llama whose heads can be split over two ranks."""
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": 256,
@@ -48,7 +48,8 @@ def write_tiny_llama(folder: Path, kv_heads: int = 4, **changes) -> str:
 
 
 def write_tiny_text(folder: Path, like: str | Path) -> str:
-    """With the tokenizer of the model in the folder ``like``. Of its eight layers a policy may look at a few."""
+    """Write a tiny model with the tokenizer of the model in the folder ``like``, and eight layers, some of which
+    policies can probe."""
     theirs = LlamaConfig.from_pretrained(like)
     tokens = {name: getattr(theirs, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     model = write_tiny_llama(folder, num_hidden_layers=8, **tokens)
@@ -58,7 +59,7 @@ def write_tiny_text(folder: Path, like: str | Path) -> str:
 
 
 def write_tiny_gemma(folder: Path, window: int) -> str:
-    """Two layers of three have a sliding window."""
+    """Write a tiny Gemma, in which two of three layers have a sliding window."""
     config = Gemma3TextConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -77,7 +78,7 @@ def write_tiny_gemma(folder: Path, window: int) -> str:
 
 
 def write_tiny_deepseek(folder: Path) -> str:
-    """Multi-head latent attention, of the sizes that vLLM has a kernel for on CPUs and on GPUs."""
+    """Write a tiny model with multi-head latent attention, in sizes that vLLM's kernels for CPUs and GPUs support."""
     config = DeepseekV2Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -112,7 +113,7 @@ def write_tiny_deepseek(folder: Path) -> str:
 
 
 def write_tiny_eagle(folder: Path, target: str) -> str:
-    """An EAGLE head of one layer for a Llama model: it reads that model's embeddings and hidden states."""
+    """Write an EAGLE head of one layer for a Llama model, whose embeddings and hidden states it reads."""
     config = LlamaConfig.from_pretrained(target, num_hidden_layers=1)
     write_model(folder, LlamaForCausalLM(config))
     weights = load_file(folder / "model.safetensors")
@@ -127,8 +128,8 @@ def write_tiny_eagle(folder: Path, target: str) -> str:
 
 
 def write_with_scales(folder: Path, like: str | Path) -> str:
-    """The Llama model in the folder ``like``, with scales of an fp8 KV cache, other ones in each layer. No scale is a
-    power of two: dividing by it rounds."""
+    """Write the Llama model in the folder ``like`` with scales of an fp8 KV cache, different ones in each layer. No
+    scale is a power of two, so that dividing by it rounds."""
     config = json.loads((Path(like) / "config.json").read_text())
     config["quantization_config"] = FP8_CACHE
     weights = load_file(Path(like) / "model.safetensors")

@@ -1,4 +1,4 @@
-"""vLLM on a CPU with a stand-in for vllm-ascend, which no machine without an NPU can import."""
+"""vLLM on a CPU with a stand-in for vllm-ascend, because only machines with an NPU can import that."""
 
 import sys
 from pathlib import Path

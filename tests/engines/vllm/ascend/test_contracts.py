@@ -1,4 +1,4 @@
-"""What the chunk cache uses of vllm-ascend, against the source of vllm-ascend and against its stand-in."""
+"""The names that the chunk cache uses of vllm-ascend exist in its source and in its stand-in."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The whole way with a stand-in for vllm-ascend on a CPU: its own layers, metadata, context and layout, no Triton."""
+"""All steps of a request with a stand-in for vllm-ascend on a CPU: its own layers, metadata, context and layout."""
 
 import importlib.util
 import random
@@ -55,7 +55,7 @@ def llm(standin, tiny_llama):
 
 @pytest.fixture(scope="module")
 def reference(tiny_llama):
-    """The embedded engine, which defines what reuse gives."""
+    """The embedded engine, which defines the results of reuse."""
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
     return HFEngine(
         model, None, enable_chunk_cache=True, miss_policy="fill-first", **OURS | {"chunk_separator": None}
@@ -127,7 +127,7 @@ def test_documents_are_reused_in_another_order_under_another_system_prompt(llm):
 
 
 def test_entries_are_moved_as_the_kernels_reference_moves_them(llm):
-    """Over the borders of blocks, some positions left alone."""
+    """Entries cross the borders of blocks, and some positions are not written."""
     document = draw(150)
     ids, boundaries = join([draw(9), document, draw(7)])
     ask(llm, ids, boundaries=boundaries)
@@ -159,7 +159,7 @@ def test_exact_prefixes_are_saved_and_loaded(llm):
 
 
 def test_the_worker_is_one_over_the_plugins(monkeypatch, standin):
-    """Made again as where vLLM runs on NPUs."""
+    """The class is made again, as on a machine where vLLM runs on NPUs."""
     from vllm.platforms import current_platform
     from vllm_ascend.worker.worker import NPUWorker
 

@@ -1,4 +1,4 @@
-"""K and V in two tensors, as vllm-ascend keeps them, read in torch operations: against the kernels' reference."""
+"""K and V in two tensors, as in vllm-ascend, read by torch operations and compared with the kernels' reference."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The script for whoever has an NPU, on a CPU: it says what is exact, and what failed."""
+"""The script for people with an NPU, run on a CPU: it reports exact results and failures."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Tokens to compute as runs: cutting them, and what a pass knows of them."""
+"""Runs of tokens to compute: cutting them, and the data of a pass."""
 
 from itertools import pairwise
 

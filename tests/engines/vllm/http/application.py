@@ -1,4 +1,4 @@
-"""A real application behind the middleware, which answers as vLLM's server does, without an engine."""
+"""A real application behind the middleware. It answers as vLLM's server does, without an engine."""
 
 import json
 from types import SimpleNamespace
@@ -23,14 +23,15 @@ REPORT = {
 
 
 def output(params, **fields):
-    """An output of an engine, as vLLM's server gets it."""
+    """An output of an engine, as vLLM's server receives it."""
     usual = {"request_id": "chat-1", "prompt_token_ids": list(range(100)), "num_cached_tokens": 12}
     metrics = SimpleNamespace(first_token_latency=0.25)
     return SimpleNamespace(**{**usual, "metrics": metrics, "kv_transfer_params": params, **fields})
 
 
 class Engine:
-    """What an API server has of an engine: all requests get two outputs. If they ask, the last has a report."""
+    """The engine as an API server sees it. Every request gets two outputs, the last one with a report if it was asked
+    for."""
 
     def __init__(self):
         self.report = REPORT
@@ -98,7 +99,7 @@ def chat(*parts, **more):
 
 
 def got(client, body, path=CHAT, **headers):
-    """The bytes that the server got of a request."""
+    """The bytes of a request that the server received."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     client.post(path, content=body, headers=headers)
     assert client.app.state.lengths[-1] == str(len(client.app.state.bodies[-1]))

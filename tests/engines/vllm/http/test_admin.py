@@ -1,4 +1,4 @@
-"""Who may look after stored documents over HTTP, and what is done with what they send. No engine is asked."""
+"""Access to stored documents over HTTP, and the handling of requests. There is no engine."""
 
 import asyncio
 import json
@@ -10,6 +10,7 @@ import pytest
 from kvmosaic.core.admin_key import ADMIN_KEY_VARIABLE, AdminKey
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.core.sources import find_sources
 from kvmosaic.engines.vllm.http.admin import MAX_BODY, AdminApp
 
 KEY = "a secret of many letters"
@@ -18,7 +19,7 @@ HASH = "0" * 32
 
 
 class Client:
-    """Says which methods of workers were called."""
+    """Records the methods of workers that are called."""
 
     def __init__(self):
         self.called = []
@@ -98,7 +99,7 @@ def test_the_scheme_may_be_written_in_any_case(ask):
         ("POST", f"documents/{HASH}/burn", 404),
         ("POST", f"documents/{HASH}/pin/pin", 404),
         ("POST", "documents/nohash/pin", 422),
-        ("DELETE", "documents/", 422),  # an empty variable of a script
+        ("DELETE", "documents/", 422),  # an empty variable, as in a script
         ("DELETE", "documents//", 404),
         ("GET", "documents/", 404),
         ("DELETE", "documents/" + "F" * 32, 422),
@@ -193,7 +194,7 @@ def test_a_short_key_is_refused_wherever_settings_are_read(monkeypatch):
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY}", f"{KEY}\r"])
 def test_a_key_with_blanks_around_it_is_refused(monkeypatch, key):
-    """No header could ever contain it."""
+    """No header could contain such a key."""
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, key)
     with pytest.raises(ConfigError, match=f"{ADMIN_KEY_VARIABLE}: begins or ends with white space") as caught:
         load_config()
@@ -207,6 +208,28 @@ def test_a_text_is_deleted_in_every_spelling(ask, client):
     assert len(set(client.called)) == 3
 
 
+def deleted(ask, client, text):
+    """The entries that are deleted for a text."""
+    client.called.clear()
+    assert ask("POST", "/kvmosaic/documents/delete", json={"text": text}).status_code == 404
+    return {digest for _, digest in client.called}
+
+
+@pytest.mark.parametrize("label", ["[1] ", "Source 1: ", "\n\n**Document 5:** ", '<document index="8">\n'])
+def test_a_text_with_a_label_deletes_what_the_labelled_part_made(ask, client, label):
+    text = 'The "Ilse" calls at every pier.\nShe was built in 1911, and is painted grey and white.'
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": f"{label}{text}"}, "Why?"]}]}
+    [named] = find_sources(body, ["parts"]).documents
+    assert deleted(ask, client, named) == deleted(ask, client, text)
+    assert deleted(ask, client, f"{label}{text}") > deleted(ask, client, named)
+
+
+def test_a_label_without_a_document_is_refused_in_one_line(ask, client):
+    answer = ask("POST", "/kvmosaic/documents/delete", json={"text": "Source 1: "})
+    assert answer.status_code == 422
+    assert client.called == []
+
+
 def test_the_key_is_no_setting_and_is_never_shown(monkeypatch):
     with pytest.raises(ConfigError, match=f"environment variable {ADMIN_KEY_VARIABLE}") as caught:
         load_config(chunk_admin_key=KEY)
@@ -218,7 +241,7 @@ def test_the_key_is_no_setting_and_is_never_shown(monkeypatch):
 
 
 def test_a_key_may_have_any_letters():
-    """Servers decode headers as Latin-1, whatever their bytes mean."""
+    """Servers decode headers as Latin-1, whatever their encoding is."""
     key = "ein Schlüssel aus vielen Wörtern".encode()
     assert AdminKey(key).opens(f"Bearer {key.decode('latin-1')}")
     assert not AdminKey(key).opens("Bearer ein Schl\u20acssel aus vielen Wörtern")

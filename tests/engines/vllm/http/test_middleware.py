@@ -15,7 +15,7 @@ from kvmosaic.vllm import ChunkMiddleware
 from tests.engines.vllm.http.application import CHAT, ONE, TWO, chat, client_of, got, parameters
 
 HALF = json.dumps(chat(f"{ONE} \ud800", "When?")).encode()
-"""A body with half of a character, which JSON can write and nobody can encode."""
+"""A body with half of a character, which JSON can contain and no encoding can express."""
 
 
 def test_documents_are_named_and_all_other_bytes_stay():
@@ -72,6 +72,19 @@ def test_the_question_is_told_only_where_separators_count():
     for sources in ("parts", "none", "auto"):
         client = client_of(chunk_separator="##", chunk_sources=sources)
         assert parameters(client, chat("When?")) == {"question": "When?"}
+
+
+def test_where_a_user_typed_how_a_document_continues_is_told():
+    longer = f"{ONE} It also leaves at noon, and carries cars."
+    typed = "It also leaves at noon."
+    body = chat(longer, ONE, typed)
+    assert parameters(client_of(), body) == {"documents": [longer, ONE], "seams": [[ONE, typed]]}
+    assert parameters(client_of(), chat(ONE, typed, kv_transfer_params={"documents": [longer]})) == {
+        "documents": [longer, ONE],
+        "seams": [[ONE, typed]],
+    }
+    mine = {"documents": [longer], "seams": []}
+    assert parameters(client_of(), chat(ONE, typed, kv_transfer_params=mine))["seams"] == []
 
 
 def test_documents_of_more_characters_than_any_prompt_has_are_not_named(monkeypatch):
@@ -194,5 +207,6 @@ def test_no_other_field_ever_changes(fields, is_ascii):
     if not isinstance(sent, dict | None):
         assert made == sent
     elif (sent or {}).get("documents") is None:
+        made.pop("seams", None)  # a document may continue behind another one
         assert made == {**(sent or {}), "documents": made["documents"]}
         assert ONE in made["documents"]

@@ -1,4 +1,4 @@
-"""The page of a server: who sees it, what it gets to know, and what its clients never do."""
+"""The page of a server: who may see it, the data that it gets, and the data that clients never get."""
 
 import base64
 import json
@@ -47,7 +47,7 @@ def requests(client, seen=""):
     return answer.json()
 
 
-# --- who sees it
+# --- access
 
 
 @pytest.mark.parametrize("path", sorted(PATHS))
@@ -95,7 +95,7 @@ def test_a_key_with_a_colon_and_other_letters_opens_in_browsers(page_client, mon
 
 
 def test_a_browsers_key_changes_nothing(page_client):
-    """Browsers send it also with requests that other sites make."""
+    """Browsers also send the key with requests that other sites make."""
     client = page_client()
     for method, path in (("GET", "documents"), ("DELETE", "documents"), ("POST", "documents/delete")):
         answer = client.request(method, f"/kvmosaic/{path}", headers=basic(KEY), json={"text": ONE})
@@ -126,7 +126,7 @@ def test_a_page_loads_nothing_from_elsewhere(page_client):
     assert not re.findall(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
 
 
-# --- what clients see
+# --- data for clients
 
 
 @pytest.mark.parametrize("path", FIELDS)
@@ -154,7 +154,7 @@ def test_clients_that_may_have_reports_get_them_if_they_ask(page_client, stream,
 
 @pytest.mark.parametrize(("allowed", "is_told"), [("documents", False), ("all", True)])
 def test_paths_that_are_not_followed(page_client, allowed, is_told):
-    """There, nobody asks but clients themselves."""
+    """On these paths, only clients themselves ask for reports."""
     client = page_client(client_parameters=allowed)
     body = {"kv_transfer_params": {"report": True}}
     client.get("/kvmosaic/")  # from here on outputs are watched
@@ -168,7 +168,7 @@ def test_a_wrong_parameter_stays_wrong(page_client):
     assert json.loads(client.app.state.bodies[-1])["kv_transfer_params"]["report"] == "yes"
 
 
-# --- what the page gets
+# --- data for the page
 
 
 def test_a_request_as_the_page_gets_it(page_client):
@@ -238,23 +238,34 @@ def test_a_report_that_cannot_be_shown_costs_its_place_only(page_client, report)
     assert requests(client)["requests"] == []
 
 
-def test_statistics_of_all_engines_are_added_up(page_client):
+@pytest.fixture
+def no_series():
+    """A registry without the series of earlier engines of this process."""
+    others = set(REGISTRY._collector_to_names)
+    for collector in others:
+        REGISTRY.unregister(collector)
+    yield
+    for collector in set(REGISTRY._collector_to_names):
+        REGISTRY.unregister(collector)
+    for collector in others:
+        REGISTRY.register(collector)
+
+
+def test_statistics_of_all_engines_are_added_up(page_client, no_series):
     hits = Counter("kvmosaic:chunk_hits", "", ["engine", "tier"])
     tiers = Gauge("kvmosaic:tier_bytes", "", ["engine", "tier"])
     prompts = Counter("vllm:prompt_tokens", "", ["engine"])
     sources = Counter("vllm:prompt_tokens_by_source", "", ["engine", "source"])
-    try:
-        for engine in "01":
-            hits.labels(engine, "host").inc(3)
-            hits.labels(engine, "disk").inc(1)
-            tiers.labels(engine, "host").set(500)
-            prompts.labels(engine).inc(1000)
-            for source in ("local_cache_hit", "local_compute"):
-                sources.labels(engine, source).inc(70)
-        stats = page_client(host_memory="1KiB").get("/kvmosaic/stats", headers=BEARER).json()
-    finally:
-        for metric in (hits, tiers, prompts, sources):
-            REGISTRY.unregister(metric)
+    for engine in "01":
+        hits.labels(engine, "host").inc(3)
+        hits.labels(engine, "disk").inc(1)
+        tiers.labels(engine, "host").set(500)
+        prompts.labels(engine).inc(1000)
+        for source in ("local_cache_hit", "local_compute"):
+            sources.labels(engine, source).inc(70)
+    stats = page_client(host_memory="1KiB").get("/kvmosaic/stats", headers=BEARER).json()
+    for metric in (hits, tiers, prompts, sources):
+        REGISTRY.unregister(metric)
     assert stats["model"] == "m"
     assert stats["counts"]["chunk_hits"] == {"host": 6, "disk": 2}
     assert stats["tiers"] == {"host": {"bytes": 1000, "budget": 1024}}

@@ -1,4 +1,4 @@
-"""The page of a server in a browser, with real requests over a real socket; only the engine behind it is made up."""
+"""The page of a server in a browser, with real requests over a real socket. Only the engine is made up."""
 
 import random
 import threading
@@ -78,7 +78,7 @@ def test_requests_appear_while_the_page_is_open(url, tmp_path):
         for scheme in ("light", "dark"):
             browser.scheme(scheme)
             browser.screenshot(tmp_path / f"{scheme}.png")  # for people; pytest keeps them for a while
-        assert browser.problems == []  # nothing that the policy refused
+        assert browser.problems == []  # no violation of the policy
 
 
 def test_without_the_key_there_is_nothing_to_see(url, tmp_path):

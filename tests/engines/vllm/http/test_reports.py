@@ -1,4 +1,4 @@
-"""Answers through the middleware: who asks for a report gets it, by a header or at the end of a stream."""
+"""Answers through the middleware: clients that ask for a report get it in a header or at the end of a stream."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the log says about a server's chat template."""
+"""The log line about a server's chat template."""
 
 import logging
 from types import SimpleNamespace

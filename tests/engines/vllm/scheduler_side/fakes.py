@@ -1,4 +1,4 @@
-"""The scheduler's side of an engine by itself: real requests, a real pool of blocks, and workers' reports."""
+"""The scheduler side of an engine alone: real requests, a real pool of blocks, and made-up reports of workers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,9 +21,9 @@ from kvmosaic.engines.vllm.setup import EngineSetup
 from kvmosaic.engines.vllm.shape import EngineShape
 
 BLOCK, STEP, SEGMENT = 16, 64, 64
-"""Tokens of a block, of a step at most, and of an exact prefix entry."""
+"""Number of tokens of a block, maximum of a step, and number of an exact prefix entry."""
 SINK = (1, 2, 3)
-"""What chunks are computed after."""
+"""Tokens that chunks are computed after."""
 MARKER = 4
 """The token between two turns."""
 
@@ -32,7 +32,7 @@ HASHER = get_request_block_hasher(BLOCK, sha256)
 
 
 def text(number: int, length: int) -> list[int]:
-    """Tokens that differ from those of every other number."""
+    """Tokens that no other number has."""
     return list(range(1000 * number, 1000 * number + length))
 
 
@@ -58,7 +58,7 @@ def make_shape(**changes: Any) -> EngineShape:
 
 
 def make_setup(shape: EngineShape, **settings: Any) -> EngineSetup:
-    """No tokenizer: requests say where their chunks are."""
+    """A setup without a tokenizer, so requests give the positions of their chunks."""
     usual = {"miss_policy": "background", "client_parameters": "all"}
     config = load_config(enable_chunk_cache=True, **usual | settings)
     return EngineSetup(config, ChunkTokenParser(None), None, SINK, shape, "engine", frozenset({MARKER}))
@@ -104,7 +104,7 @@ class Side:
     def __init__(
         self, *, shape: Mapping[str, Any] | None = None, blocks: int = 200, is_known: bool = True, **settings: Any
     ) -> None:
-        """``is_known``: whether all ranks have told already what they have stored, which is nothing."""
+        """``is_known``: whether all ranks have already reported that they have stored nothing."""
         self.setup = make_setup(make_shape(**(shape or {})), **settings)
         self.scheduler = ChunkScheduler(self.setup)
         self.pool = BlockPool(blocks + 1, enable_caching=False, hash_block_size=BLOCK)  # one is never handed out
@@ -124,7 +124,7 @@ class Side:
         is_off: bool = False,
         **more: Any,
     ) -> None:
-        """What a rank, or each of them, tells after a step."""
+        """Process the report of one rank, or of every rank, after a step."""
         ranks = range(self.setup.shape.ranks) if rank is None else [rank]
         reports = [
             RankReport(
@@ -141,7 +141,7 @@ class Side:
         self.scheduler.update(StepReport(reports))
 
     def store(self, *chunks: Sequence[int], tier: str | None = "host", rank: int | None = None) -> None:
-        """Chunks are now in a tier."""
+        """Report that chunks are now in a tier."""
         self.report({digest_of(chunk): tier for chunk in chunks}, rank=rank)
 
     # --- vLLM's scheduler
@@ -151,33 +151,35 @@ class Side:
         return request
 
     def ask(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
-        """How many tokens the workers bring, and whether that takes several steps."""
+        """Number of tokens that the workers load, and whether that takes several steps."""
         return self.scheduler.matched_tokens(request, local)
 
     def matched(self, request: Request, local: int = 0) -> int | None:
         return self.ask(request, local)[0]
 
     def give(self, request: Request, external: int, local: int = 0, more: int = 0) -> list[int]:
-        """The request gets blocks for what vLLM's prefix cache has, for what workers bring, and for some more."""
+        """Give the request blocks for the tokens in vLLM's prefix cache, for those that workers load, and for some
+        more."""
         handles = self.pool.get_new_blocks(-(-(local + external + more) // BLOCK))
         self.scheduler.allocated(request, KVCacheBlocks((handles,)), external)
         return [block.block_id for block in handles]
 
     def begin(self, request: Request, local: int = 0, more: int = 0) -> tuple[int, list[int]]:
-        """The request is asked for, and gets what it needs: the tokens that workers bring, and the blocks."""
+        """Ask about the request and give it the blocks that it needs. Returns the number of tokens that workers load,
+        and the blocks."""
         external = self.matched(request, local)
         assert external is not None
         return external, self.give(request, external, local, more)
 
     def step(self, **fields: Any) -> StepWork:
-        """The workers' part of a step; by default one in which nothing is computed."""
+        """The workers' part of a step, by default of one that computes nothing."""
         return self.scheduler.take_work(Step(**fields))
 
     def run(self, name: str = "other", tokens: int = 1, computed: int = 0) -> StepWork:
-        """A step in which one request goes on, and so is running."""
+        """Run a step in which one request continues, so that it is running."""
         return self.step(scheduled={name: tokens}, computed={name: computed})
 
-    # --- what is seen from outside
+    # --- observable results
 
     def counts(self, name: str) -> dict[str, int]:
         counted: dict[str, int] = self.scheduler.stats.data["counts"].get(name, {})

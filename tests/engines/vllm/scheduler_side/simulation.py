@@ -1,9 +1,9 @@
-"""vLLM's own scheduler and our connector, with workers whose KV cache says what stands in it instead of holding KV.
+"""vLLM's own scheduler and our connector, with workers whose KV cache holds labels instead of KV.
 
-Each slot of the cache has a label: the hash of all tokens up to its own, and, where chunks were reused, of all that
-the KV depends on besides. A reader of a slot knows the label that has to be there. So it is an error at once if a
-block is read before it is written, written while another request needs it, or found by a request that it was not made
-for."""
+The label of a slot is the hash of all tokens up to its own and, where chunks were reused, of everything else that the
+KV depends on. A reader of a slot knows the expected label. So an error is noticed at once if a block is read before
+it is written, is written while another request needs it, or is found by a request that it was not made for.
+"""
 
 import json
 import random
@@ -64,7 +64,7 @@ LLAMA = {
 
 @lru_cache(maxsize=1)
 def _vllm_config() -> VllmConfig:
-    """As vLLM makes it of a model that is nothing but a ``config.json``."""
+    """The configuration that vLLM makes for a model that is only a ``config.json``."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
         arguments = EngineArgs(
@@ -82,7 +82,7 @@ def _vllm_config() -> VllmConfig:
 
 
 def make_scheduler(*, blocks: int, ranks: int, window: int | None, is_async: bool, **settings: Any) -> Scheduler:
-    """vLLM's scheduler with our connector, for a model that nobody loads."""
+    """vLLM's scheduler with our connector, for a model that is never loaded."""
     config = _vllm_config()
     usual = {"sink_prefix": "bos", "miss_policy": "background", "client_parameters": "all"}
     chunks = load_config(enable_chunk_cache=True, **usual | settings)
@@ -103,9 +103,9 @@ class _Stream:
     """A request as the workers know it."""
 
     labels: np.ndarray
-    """``[tokens]`` of its prompt and answer, int64."""
+    """Labels of the tokens of its prompt and answer, ``[tokens]`` int64."""
     length: int
-    """Tokens until now."""
+    """Number of tokens so far."""
 
 
 def _chain(tokens: Sequence[int]) -> np.ndarray:
@@ -117,33 +117,33 @@ def _chain(tokens: Sequence[int]) -> np.ndarray:
 
 
 def answer_token(position: int) -> int:
-    """The token that every request says at a position."""
+    """The token that every request generates at a position."""
     return 700_000 + position
 
 
 @dataclass
 class Workers:
-    """All ranks: one KV cache, one store, and what each has yet to report."""
+    """All ranks: one KV cache, one store, and the pending reports of each rank."""
 
     shape: EngineShape
     blocks: int
     ranks: int
     window: int | None
-    """Tokens that a token sees in layers with a sliding window, itself included."""
+    """Number of tokens that a token sees in layers with a sliding window, including itself."""
     chance: random.Random
     streams: dict[str, _Stream] = field(default_factory=dict)
     store: dict[bytes, str] = field(default_factory=dict)
     news: list[dict[bytes, str | None]] = field(default_factory=list)
     fetching: list[dict[str, int]] = field(default_factory=list)
-    """By rank: requests whose fetch takes some more steps."""
+    """By rank: requests whose fetch takes more steps."""
     pinned: set[str] = field(default_factory=set)
-    """Requests for which something was fetched and not released."""
+    """Requests for which entries were fetched and not released yet."""
     costs: dict[str, Line] = field(default_factory=dict)
     salts: set[bytes] = field(default_factory=set)
-    """Of requests that want to be kept apart."""
+    """Salts of requests that have one."""
     slices: Slices = field(default_factory=Slices)
     filling: list[int] = field(default_factory=list)
-    """What is computed of a chunk that is filled in slices."""
+    """Computed labels of a chunk that is filled in slices."""
     fill_slices: int = 0
     loads: int = 0
     prefix_loads: int = 0
@@ -152,7 +152,7 @@ class Workers:
     def __post_init__(self) -> None:
         self.memory = np.full((self.blocks + 1) * BLOCK, -1, dtype=np.int64)
         self.windowed = self.memory.copy()
-        """The same for layers with a sliding window, where loads leave slots alone that no later token sees."""
+        """Labels in layers with a sliding window, where loads do not write slots that no later token sees."""
         self.news = [{} for _ in range(self.ranks)]
         self.fetching = [{} for _ in range(self.ranks)]
         self._loading: dict[str, ChunkLoad] = {}
@@ -166,8 +166,8 @@ class Workers:
         return np.asarray(blocks, dtype=np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
 
     def _read(self, what: str, labels: np.ndarray, blocks: Sequence[int], end: int, is_whole: bool = True) -> None:
-        """Something at position ``end`` sees all before it, and a window of it in layers that have one. Not
-        ``is_whole``: it may be a chunk that is placed, which sees nothing."""
+        """Check the slots that a token at position ``end`` sees: all before it, and in layers with a window only the
+        window. Not ``is_whole``: the tokens may be a placed chunk, which sees nothing."""
         slots = self._slots(blocks, 0, end)
         wrong = np.flatnonzero(self.memory[slots] != labels[:end])
         assert not wrong.size, (
@@ -184,7 +184,7 @@ class Workers:
         self.memory[slots] = self.windowed[slots] = labels[start:end]
 
     def _scribble(self, blocks: Sequence[int]) -> None:
-        """Blocks for something that is not kept."""
+        """Overwrite blocks with labels that nothing may read."""
         for block in blocks:
             slots = slice(block * BLOCK, (block + 1) * BLOCK)
             self.memory[slots] = self.windowed[slots] = -2
@@ -216,8 +216,8 @@ class Workers:
     def _relabel(
         self, labels: np.ndarray, tokens: list[int], spans: list[tuple[int, int]], ratio: float, policy: str
     ) -> None:
-        """KV depends on where chunks began and ended until there; inside one that is cut, on all of it; and if the
-        policy looks at the prompt, on all of that: this conversation has one turn."""
+        """KV depends on where earlier chunks begin and end; inside a chunk that is cut, on the whole chunk; and if
+        the policy looks at the prompt, on the whole prompt, because this conversation has one turn."""
         made: Any = (ratio, policy if ratio else None)
         if ratio and policy_named(policy).reads_content:
             made = (made, tuple(tokens[spans[0][0] :]))
@@ -250,7 +250,7 @@ class Workers:
         )
 
     def _step(self, work: StepWork, tables: dict[str, list[int]]) -> None:
-        """In the order of ``WorkerSide.step``."""
+        """Do a step's work in the order of ``WorkerSide.step``."""
         if work.empties_memory:
             for digest, tier in list(self.store.items()):
                 self.put(digest, tier if tier == "disk" else None)
@@ -288,7 +288,7 @@ class Workers:
         self.put(digest, "host")
 
     def _fill_slice(self, part: FillSlice, tables: dict[str, list[int]]) -> None:
-        """As a sequence of its own: each slice finds what those before it left."""
+        """Compute a slice as a separate sequence. Each slice finds the labels that earlier ones left."""
         self.fill_slices += 1
         if part.start == 0:
             self.filling = []
@@ -329,8 +329,8 @@ class Workers:
         self._compute(self.slices.begin(load.request_id, [run], None if load.writes_shared else slice_tokens))
 
     def _begin(self, load: ChunkLoad) -> tuple[int, bool]:
-        """Where a load begins to write, and whether its first token is computed. vLLM's prefix cache may have the
-        beginning of a chunk that is cut: the rest is placed, or else all of the chunk is computed."""
+        """Position where a load begins to write, and whether its first token is computed. vLLM's prefix cache may
+        have the beginning of a chunk that is cut. Then the rest is placed, or the whole chunk is computed."""
         for span, digest in zip(load.prompt.chunks, load.digests, strict=True):
             if span.start < load.start < span.end and self.shape.is_cut(len(span)):
                 if digest not in self.store:
@@ -345,7 +345,7 @@ class Workers:
             self._write_load(self._loading[name], run.start, run.end)
 
     def _write_load(self, load: ChunkLoad, start: int, end: int) -> None:
-        """Layers with a window get only the ends of chunks that are placed."""
+        """Write a load. Layers with a window get only the ends of placed chunks."""
         labels, blocks = self.streams[load.request_id].labels, load.blocks[0]
         before = self.windowed.copy()
         self._write(labels, blocks, start, end)
@@ -372,7 +372,7 @@ class Workers:
             self.windowed[self._slots(blocks, begin, (index + 1) * size)] = labels[begin : (index + 1) * size]
 
     def _kept_from(self, start: int, size: int) -> int:
-        """Where the tokens begin that layers with a window keep of a segment."""
+        """First token of a segment that layers with a window keep."""
         return start + size - self.shape.window_tail if self.shape.is_cut(size) else start
 
     def _save(self, save: PrefixSave) -> None:
@@ -394,7 +394,7 @@ class Workers:
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled: dict[str, list[int]] = {}
-        for name, count in output.num_scheduled_tokens.items():  # all write before any of them reads
+        for name, count in output.num_scheduled_tokens.items():  # all tokens are written before any is read
             self._write(self.streams[name].labels, tables[name], computed[name], computed[name] + count)
         for name, count in output.num_scheduled_tokens.items():
             stream = self.streams[name]
@@ -443,10 +443,10 @@ class Simulation:
         self._ahead = int(is_async)
         self._pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.reports: dict[str, dict[str, Any]] = {}
-        """What finished requests were told."""
+        """Reports to finished requests."""
         self.requests: dict[str, Request] = {}
         self.history: deque[str] = deque(maxlen=40)
-        """What the latest steps did, for whoever looks for the cause of a failure."""
+        """Records of the latest steps, to find the cause of a failure."""
 
     def add(self, request: Request) -> Request:
         self.requests[request.request_id] = request
@@ -473,7 +473,7 @@ class Simulation:
         return output
 
     def finish(self, limit: int = 1000) -> None:
-        """Step until all requests are answered, and a few times more, so that workers hear of the end."""
+        """Step until all requests are answered, and a few more times, so that workers learn of the end."""
         for _ in range(limit):
             if not self.vllm.has_unfinished_requests():
                 break

@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters: which chunks are theirs, and when these are filled."""
+"""Requests with LoRA adapters: their chunks, and when these are filled."""
 
 import hashlib
 
@@ -42,7 +42,7 @@ def store(side, *chunks, weights=A):
     side.report({key_of(chunk, weights): "host" for chunk in chunks})
 
 
-# --- whose chunks
+# --- chunks of adapters
 
 
 def test_an_adapter_that_no_worker_has_loaded_is_served_plainly():
@@ -60,7 +60,7 @@ def test_an_adapter_that_no_worker_has_loaded_is_served_plainly():
 
 
 def test_a_request_that_came_before_its_adapter_was_loaded_reuses_chunks():
-    """Of many requests that are sent at once, the first one has vLLM load the adapter."""
+    """Of many requests that are sent at once, the first one makes vLLM load the adapter."""
     side = Side()
     request = side.add(adapted(FIRST, SECOND))
     store(side, FIRST, SECOND)
@@ -161,7 +161,7 @@ def test_blocks_of_replaced_weights_are_not_found():
 
 
 def test_a_name_that_gets_another_number():
-    """As when an adapter is unloaded and loaded again."""
+    """This happens when an adapter is unloaded and loaded again."""
     side = Side()
     side.report(adapters={1: A, 2: A, 3: B})
     first, second, third = (hashes(side, str(n), lora(n, "name")) for n in (1, 2, 3))
@@ -237,7 +237,7 @@ def clock(monkeypatch):
 
 
 def lacking(side, *chunks, name="lacks", adapter=None):
-    """A request that is served plainly, as none of its chunks is stored."""
+    """A request that is served plainly, because none of its chunks is stored."""
     request = side.add(adapted(*chunks, name=name, adapter=adapter))
     assert side.matched(request) == 0
     side.give(request, 0)

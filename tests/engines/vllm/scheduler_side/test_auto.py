@@ -1,4 +1,4 @@
-"""Chunks that nobody named: what the scheduler makes of text that comes back."""
+"""Chunks that are not named: how the scheduler treats recurring text."""
 
 import hashlib
 import random
@@ -40,7 +40,7 @@ def test_from_the_third_prompt_on_documents_are_reused():
             assert found[-1] == [] or number == 1
         else:
             assert matched is not None
-            assert matched > 380  # all that stands before the end of the second document
+            assert matched > 380  # all text before the end of the second document
             assert sum(map(len, found[-1])) > 0.85 * 400
     assert len(found[1]) == 2
 
@@ -135,7 +135,7 @@ def test_settings_can_ask_for_longer_runs():
 
 
 class Pair:
-    """Two documents that are stored, and came side by side until they became one run."""
+    """Two stored documents that occurred side by side until they became one run."""
 
     def __init__(self, *, salt=None, system=None, **settings):
         self.side, self.salt, self.system = Side(**AUTO, **settings), salt, system
@@ -157,10 +157,11 @@ class Pair:
 
     def waiting(self):
         """Chunks that wait to be filled."""
-        return list(self.side.scheduler._backlog._waiting_chunks._waiting.values())
+        backlog = self.side.scheduler._backlog
+        return [*backlog._wanted._waiting.values(), *backlog._asked_once._waiting.values()]
 
     def fill(self):
-        """What the workers fill while another request goes on."""
+        """The chunks that the workers fill while another request is running."""
         filled = []
         for _ in range(60):
             work = self.side.run()

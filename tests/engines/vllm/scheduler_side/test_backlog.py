@@ -1,4 +1,4 @@
-"""What the backlog hands out with a step: real pool of blocks, real scheduler output."""
+"""The chunks that the backlog hands out with a step, with a real pool of blocks and real scheduler output."""
 
 import time
 from dataclasses import replace
@@ -10,9 +10,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step
-from kvmosaic.engines.vllm.messages import Line
-from kvmosaic.engines.vllm.scheduler_side import fair_queue
-from kvmosaic.engines.vllm.scheduler_side.backlog import MAX_LOOKS, OVERDUE_SECONDS, FillBacklog
+from kvmosaic.engines.vllm.messages import Adapter, Line
+from kvmosaic.engines.vllm.scheduler_side import askers, fair_queue
+from kvmosaic.engines.vllm.scheduler_side.backlog import MAX_LOOKS, ONCE_SECONDS, OVERDUE_SECONDS, FillBacklog
 from kvmosaic.engines.vllm.scheduler_side.fair_queue import LEAST_WEIGHT, MAX_TRIES, MAX_WAITING_TOKENS, WaitingChunk
 from tests.engines.vllm.scheduler_side.fakes import (
     BLOCK,
@@ -28,7 +28,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
 
 SINK = tuple(range(40))
 SHARED, REST = 32, 8
-"""The sink's tokens that fill blocks, and those behind them."""
+"""Number of the sink's tokens in full blocks, and number of those behind them."""
 RESERVE = STEP // BLOCK + 1
 """Blocks that are left to vLLM while a chunk is filled in slices, and one request runs."""
 
@@ -38,7 +38,7 @@ def make_pool(blocks=1000):
 
 
 def step_of(**tokens):
-    """What the scheduler planned: some tokens of each request."""
+    """A step in which the scheduler planned some tokens of each request."""
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens, output.total_num_scheduled_tokens = tokens, sum(tokens.values())
     return Step.of(output)
@@ -64,7 +64,7 @@ def taken(fills):
 
 
 def whole(backlog, step=DECODING, pool=None, room=500):
-    """What is filled in a step, none of it in slices."""
+    """The chunks that a step fills, none of them in slices."""
     fills, part = backlog.take(step, pool or make_pool(), room)
     assert part is None
     return fills
@@ -120,25 +120,216 @@ def test_a_step_that_computes_prompts_or_nothing_fills_nothing():
         assert whole(backlog, step) == []
     assert backlog.take(DECODING, make_pool(), 500, is_full=True) == ([], None)
     assert len(backlog) == 1
-    assert len(whole(backlog, step_of(one=1, two=1))) == 1
+    both = step_of(one=1, two=1)
+    assert whole(backlog, both) == []  # the step before may still compute a first token
+    assert whole(backlog, step_of()) == []
+    assert len(whole(backlog, both)) == 1
     assert len(backlog) == 0
 
 
-def test_what_waited_for_long_is_filled_with_any_step_that_computes(monkeypatch):
+def test_what_is_asked_for_again_and_waited_for_long_is_filled_with_any_step_that_computes(monkeypatch):
     now = 50.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    backlog = backlog_of((20, SINK))
+    backlog = backlog_of((20, SINK), (30, SINK))
+    now += 10 * OVERDUE_SECONDS
+    backlog.add([missing(1, 30)])
+    assert whole(backlog, step_of(prompt=30)) == []  # the same request asks again when it is preempted
+    backlog.add([missing(1, 30, request="other")])
     now += OVERDUE_SECONDS
     assert whole(backlog, step_of(prompt=30)) == []
     now += 0.1
     assert whole(backlog, step_of()) == []
-    assert len(whole(backlog, step_of(prompt=30))) == 1
+    assert taken(whole(backlog, step_of(prompt=30))) == [[(1, 30)]]
+    assert whole(backlog, step_of(prompt=30)) == []  # the other may never be asked for again
+    assert len(backlog) == 1
 
 
-def test_a_chunk_that_several_requests_lack_is_filled_once_at_its_first_place():
+def test_what_its_request_waits_for_is_filled_with_any_step_that_computes(monkeypatch):
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     backlog = backlog_of((20, SINK), (30, SINK))
-    backlog.add([missing(0, 20, request="other")])
+    backlog.add([missing(1, 30), missing(2, 40)], is_awaited=True)
+    assert len(backlog) == 3
+    now += OVERDUE_SECONDS + 0.1
+    assert taken(whole(backlog, step_of(prompt=30))) == [[(1, 30), (2, 40)]]
+
+
+def test_a_long_chunk_that_is_asked_for_again_goes_on_with_any_step(monkeypatch):
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    pool = make_pool()
+    for is_wanted in (True, False):
+        backlog = backlog_of((300, SINK))
+        if is_wanted:
+            backlog.add([missing(0, 300, request="other")])
+        assert backlog.take(DECODING, pool, 64)[1] is not None
+        now += 2 * OVERDUE_SECONDS
+        assert (backlog.take(step_of(prompt=30), pool, 64)[1] is not None) == is_wanted
+        backlog.let_go(pool)
+        assert (backlog.take(step_of(prompt=30), pool, 64)[1] is not None) == is_wanted
+        backlog.clear(pool)
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_long_chunk_that_is_begun_may_be_asked_for_again(monkeypatch, is_awaited):
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backlog, pool = backlog_of((300, SINK)), make_pool()
+    assert backlog.take(DECODING, pool, 64)[1] is not None
+    backlog.add([missing(0, 300, request="request" if is_awaited else "other")], is_awaited=is_awaited)
+    assert len(backlog) == 1
+    now += OVERDUE_SECONDS + 0.1
+    assert backlog.take(step_of(prompt=30), pool, 64)[1] is not None
+    backlog.let_go(pool)
+    assert backlog.take(step_of(prompt=30), pool, 64)[1] is not None
+
+
+def test_a_request_that_has_a_chunk_twice_asks_for_it_once():
+    backlog = backlog_of((20, SINK))
+    backlog.add([missing(0, 20, request="other"), missing(0, 20, request="other"), missing(1, 30), missing(1, 30)])
+    assert len(backlog) == 2
     assert taken(whole(backlog)) == [[(0, 20), (1, 30)]]
+    assert len(backlog) == 0
+
+
+def test_what_nobody_asks_for_again_is_dropped_some_time(monkeypatch):
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backlog, pool = backlog_of((20, SINK), (30, SINK), (40, SINK)), make_pool()
+    backlog.add([missing(1, 30, request="other")])
+    now += ONCE_SECONDS
+    backlog.add([missing(3, 50)])
+    assert backlog.use_adapters(frozenset(), pool) == 0
+    now += 0.1
+    assert backlog.use_adapters(frozenset(), pool) == 2
+    assert taken(whole(backlog)) == [[(1, 30), (3, 50)]]
+
+
+@pytest.mark.parametrize("why", ["dropped", "too many"])
+def test_what_is_asked_for_every_few_minutes_is_filled_on_a_busy_server(monkeypatch, why):
+    """It is no longer waiting when it is asked for again."""
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backlog, pool, busy = backlog_of((20, SINK)), make_pool(), step_of(prompt=30)
+    if why == "too many":
+        backlog.add([missing(1 + number, MAX_WAITING_TOKENS // 2) for number in range(3)])
+        assert len(backlog) == 1
+    now += 3 * ONCE_SECONDS
+    backlog.use_adapters(frozenset(), pool)
+    assert len(backlog) == 0
+    backlog.add([missing(0, 20, request="other"), missing(9, 20, request="other")])
+    now += OVERDUE_SECONDS + 0.1
+    assert taken(whole(backlog, busy, pool)) == [[(0, 20)]]
+    backlog.add([missing(0, 20, request="third")])  # after it was evicted
+    now += OVERDUE_SECONDS + 0.1
+    assert whole(backlog, busy, pool) == []
+
+
+def test_few_askers_are_remembered(monkeypatch):
+    monkeypatch.setattr(askers, "MAX_REMEMBERED", 10)
+    backlog = backlog_of(*[(20, SINK)] * 30)
+    assert len(backlog._askers._first) == 10
+    backlog.take(DECODING, make_pool(), 10**6)
+    backlog.add([missing(99, 300)])
+    assert len(list(slices(backlog, make_pool(), 64))) > 1
+    assert len(backlog) == len(backlog._askers._first) == 0
+
+
+def test_a_long_chunk_that_one_request_asked_for_makes_way_for_one_that_is_wanted(monkeypatch):
+    """Only in steps that are not quiet: there it would take half of the room, and is never to be filled at all."""
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backlog, pool, busy = backlog_of((300, SINK)), make_pool(), step_of(prompt=30)
+    assert backlog.take(DECODING, pool, 64)[1].start == 0
+    assert backlog.take(DECODING, pool, 64)[1].start == 64
+    backlog.add([missing(1, 400)], is_awaited=True)
+    assert backlog.take(DECODING, pool, 64)[1].digest == (0).to_bytes(4, "big")
+    assert backlog.take(busy, pool, 64) == ([], None)
+    now += OVERDUE_SECONDS + 0.1
+    parts = list(slices(backlog, pool, 64, busy))
+    assert [part.digest for part in parts] == [(1).to_bytes(4, "big")] * 7
+    assert pool.count == 1000
+    assert len(backlog) == 1
+
+
+def test_a_busy_step_looks_at_few_of_the_chunks_that_wait(monkeypatch):
+    now, seen = 50.0, list[str]()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backlog, pool = FillBacklog(make_shape()), make_pool()
+    mine = [Adapter(number, bytes([number]) * 32) for number in range(20)]
+    backlog.use_adapters(frozenset(mine), pool)
+    backlog.add([missing(number, 16) for number in range(2000)], is_awaited=True)
+    backlog.add([missing(5000 + number, 16) for number in range(2000)])
+    look = WaitingChunk.__getattribute__
+    monkeypatch.setattr(WaitingChunk, "__getattribute__", lambda self, name: seen.append(name) or look(self, name))
+    assert whole(backlog, step_of(prompt=30), pool) == []
+    assert len(seen) < 20
+    backlog.use_adapters(frozenset(mine), pool)
+    assert len(seen) < 40
+    backlog.use_adapters(frozenset(), pool)
+    assert len(seen) < 2 * 4000  # once, however many adapters are no longer active
+
+
+def test_looking_for_a_chunk_of_an_idle_adapter_does_not_ask_all_others(monkeypatch):
+    backlog, tried = FillBacklog(make_shape()), 0
+
+    class Digest(bytes):
+        def __hash__(self):
+            nonlocal tried
+            tried += 1
+            return super().__hash__()
+
+    for number in range(1000):
+        backlog.add([replace(missing(number, 16), adapter=Adapter(number, bytes(32)))])
+    backlog.add([WaitingChunk("other", Digest(b"0000"), (1,), (), Adapter(1, bytes(32)))])
+    assert 0 < tried < 30
+
+
+def test_chunks_of_an_idle_adapter_may_be_asked_for_again(monkeypatch):
+    now, mine = 50.0, Adapter(1, bytes(32))
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backlog, pool = FillBacklog(make_shape()), make_pool()
+    for request in ("one", "two"):
+        backlog.add([replace(missing(0, 20, request=request), adapter=mine)])
+    assert len(backlog) == 1
+    now += OVERDUE_SECONDS + 0.1
+    backlog.use_adapters(frozenset([mine]), pool)
+    assert taken(whole(backlog, step_of(prompt=30))) == [[(0, 20)]]
+
+
+def test_a_wanted_chunk_that_cannot_be_begun_delays_no_other():
+    backlog, pool = backlog_of((4000, ()), (300, ()), (20, ())), make_pool(100)
+    backlog.add([missing(0, 4000, ())], is_awaited=True)
+    parts = []
+    for _ in range(12):
+        fills, part = backlog.take(DECODING, pool, 64)
+        parts += [part.digest[-1]] if part else []
+        parts += [number for fill in taken(fills) for number, _ in fill]
+    assert set(parts) == {1, 2}
+
+
+def test_steps_with_drafts_are_quiet():
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"one": 4, "two": 1}, 5
+    output.scheduled_spec_decode_tokens = {"one": [-1, -1, -1]}
+    assert Step.of(output).only_decodes
+    assert len(whole(backlog_of((20, SINK)), Step.of(output))) == 1
+    output.num_scheduled_tokens["two"] = 2
+    assert not Step.of(output).only_decodes
+
+
+@pytest.mark.parametrize("fields", [{"new": frozenset(["one"])}, {"resumed": frozenset(["one"])}])
+def test_a_step_that_begins_a_request_is_not_quiet(fields):
+    """vLLM's prefix cache may have all of its prompt but one token."""
+    assert not replace(step_of(one=1, two=1), **fields).only_decodes
+
+
+def test_a_chunk_that_several_requests_lack_is_filled_once_and_first():
+    backlog = backlog_of((20, SINK), (30, SINK))
+    backlog.add([missing(1, 30, request="other")])
+    backlog.add([missing(1, 30, request="third")])
+    assert len(backlog) == 2
+    assert taken(whole(backlog)) == [[(1, 30), (0, 20)]]
 
 
 @pytest.mark.parametrize("room", [500, 60])
@@ -199,7 +390,7 @@ def test_long_chunks_weigh_more(monkeypatch):
     backlog.add([missing(1, 16, (), "innocent")])
     backlog.add([missing(2 + number, 4000, ()) for number in range(5)])
     assert len(backlog) == 3
-    assert (1).to_bytes(4, "big") in backlog
+    assert taken(whole(backlog)) == [[(1, 16)]]
 
 
 # --- chunks that do not fit
@@ -218,7 +409,7 @@ def test_many_that_are_too_large_are_not_all_looked_at_in_every_step():
     backlog = backlog_of(*[(400, ())] * 200)
     backlog.add([missing(1000, 20, (), "other")])
     assert taken(whole(backlog, pool=make_pool(10))) == [[(1000, 20)]]
-    looks = [chunk.tries for chunk in backlog._waiting_chunks._waiting.values()]
+    looks = [chunk.tries for chunk in backlog._asked_once._waiting.values()]
     assert sum(looks) <= 2 * MAX_LOOKS
 
 
@@ -235,12 +426,13 @@ def test_what_never_fits_is_forgotten_some_time(length):
 
 @pytest.mark.parametrize("length", [400, 4000])
 def test_a_step_counts_as_one_try(length):
-    """Also for the only chunk of a request, whose turn comes again and again while others' are looked at."""
+    """This holds also for the only chunk of a request, whose turn comes again while chunks of others are looked
+    at."""
     backlog, pool = backlog_of((length, ())), make_pool(10)
     backlog.add([missing(1 + number, length, (), "other") for number in range(100)])
     for step in range(1, 6):
         assert whole(backlog, pool=pool) == []
-        waiting = {chunk.digest: chunk for chunk in backlog._waiting_chunks._waiting.values()}
+        waiting = {chunk.digest: chunk for chunk in backlog._asked_once._waiting.values()}
         assert waiting[bytes(4)].tries == step
 
 
@@ -267,7 +459,7 @@ def test_a_long_chunk_whose_turn_comes_amid_a_step_is_begun_in_the_next():
 
 
 def slices(backlog, pool, room, step=DECODING):
-    """The slices that a chunk is filled in, one in every step."""
+    """The slices in which a chunk is filled, one in each step."""
     while True:
         fills, part = backlog.take(step, pool, room)
         if part is None:
@@ -432,9 +624,9 @@ def test_the_slowest_rank_counts():
     [(0, 0, 1000), (2000, 0, 500), (1500, 500, 500), (2000, 500, 250), (1000, 900, 600), (2000, 1900, 250)],
 )
 def test_a_step_computes_no_more_than_one_and_a_quarter_full_ones_would(scheduled, loaded, expected):
-    """But an eighth of a step is always filled, or nothing might ever be.
+    """But an eighth of a step may always be filled, because otherwise nothing might ever be filled.
 
-    ``loaded``: tokens that a request brings with it which is loaded in the same step."""
+    ``loaded``: number of tokens of a request that is loaded in the same step."""
     side = Side(shape={"step_tokens": 2000}, blocks=2000)
     if loaded:
         stored = text(1, 3000)  # more than what is loaded, so that reuse is worth it

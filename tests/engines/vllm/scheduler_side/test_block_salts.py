@@ -1,4 +1,4 @@
-"""Hashes of blocks whose KV is not what vLLM would have computed."""
+"""Hashes of blocks whose KV differs from the KV that vLLM would compute."""
 
 import random
 from itertools import pairwise
@@ -69,7 +69,7 @@ FIRST_SALTED = len(SYSTEM) // fakes.BLOCK
 
 
 def hashes(*chunks, **params):
-    """Block hashes of a request that the scheduler knows, with an answer of some tokens."""
+    """Block hashes of a request that the scheduler follows, with an answer of some tokens."""
     made = Side().add(ask_about(*(chunks or (FIRST, SECOND)), **params))
     made.append_output_token_ids(text(70, 40))
     return made.block_hashes
@@ -113,7 +113,7 @@ def test_other_ratios_and_policies_have_other_hashes(params):
 
 
 def test_at_ratio_one_hashes_are_those_of_a_plain_request():
-    """All of its KV is."""
+    """All of its KV is that of a plain request."""
     assert hashes(recompute_ratio=1.0) == plain_hashes()
 
 
@@ -131,7 +131,8 @@ MARKERS = frozenset({7, 8})
 
 
 def drawn_conversation(rng, turns):
-    """Tokens with some spans that are chunks; each turn ends with a marker. What was there after each turn."""
+    """Tokens with some spans that are chunks, and a marker at the end of each turn. Returns the conversation after
+    each turn."""
     tokens, boundaries, states = [], [], []
     for _ in range(turns):
         tokens += rng.choices(range(10, 500), k=rng.randrange(1, 30))
@@ -172,7 +173,7 @@ def test_a_turn_has_the_hashes_of_the_turns_before_it(seed, params):
 
 @pytest.mark.parametrize("seed", range(15))
 def test_hashes_differ_from_the_first_block_on_whose_chunks_do(seed):
-    """A chunk that begins or ends elsewhere, or is missing: from that position on nothing is shared."""
+    """If a chunk begins or ends elsewhere, or is missing, nothing is shared from that position on."""
     rng = random.Random(seed)
     tokens, boundaries = drawn_conversation(rng, 4)[-1]
     if not boundaries:
@@ -191,7 +192,8 @@ def test_hashes_differ_from_the_first_block_on_whose_chunks_do(seed):
 
 
 def test_blocks_of_a_chunk_that_is_cut_are_good_for_all_of_it_alone():
-    """Layers with a sliding window keep its end only: a prompt that goes on differently looks at what is missing."""
+    """Layers with a sliding window keep only the end of such a chunk. A prompt that continues differently would read
+    the missing part."""
     other = [*FIRST[:-1], 499]
     for tail, is_shared in ((None, True), (16, False)):
         both = [
@@ -233,7 +235,7 @@ def test_where_vllm_hashes_nothing_nothing_is_salted():
 @pytest.mark.parametrize("tail", [None, 32])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_request_that_is_served_plainly_shares_no_blocks_that_may_be_cut(monkeypatch, tail, fails):
-    """vLLM may ask for it again, when others have loaded the same chunks."""
+    """vLLM may ask about it again after others have loaded the same chunks."""
     side = Side(shape={"window_tail": tail}, recompute_ratio=0.0)
     other, request = (
         side.add(ask_about(FIRST, SECOND, name=name, recompute_ratio=0.0)) for name in ("other", "mine")

@@ -1,4 +1,4 @@
-"""Whether reuse is faster than a plain prefill; what is noted to be filled in the background."""
+"""Whether reuse is faster than a plain prefill, and which chunks are noted to be filled in the background."""
 
 import random
 
@@ -59,7 +59,7 @@ def admission(*stored, step_tokens=64, **settings):
     mirror.update(RankReport(rank=0, fastest="host", changes=changes, fetched=[], costs={}, is_off=False))
     config = load_config(**{"miss_policy": "background", **settings})
     rules = Admission(config, make_shape(step_tokens=step_tokens), mirror)
-    rules.measured(0, {})  # each rank tells with its first report
+    rules.measured(0, {})  # each rank says so in its first report
     return rules
 
 
@@ -93,7 +93,7 @@ def test_what_is_computed_to_bring_the_rest(local, ratio, stored, expected):
     [
         (0.0, (FIRST, SECOND), 20),
         (0.0, (FIRST,), 20 + len(SINK) + 40),
-        (0.5, (FIRST,), 20 + len(SINK) + 40 + 40),  # what is filled is blended, too
+        (0.5, (FIRST,), 20 + len(SINK) + 40 + 40),  # filled chunks are also blended
         (0.5, (FIRST, SECOND), 20 + 40),
     ],
 )
@@ -149,7 +149,7 @@ def test_where_all_has_to_be_computed_no_trial_is_made():
     assert not any(rules.is_faster(request, 0) for _ in range(100))
 
 
-# --- what becomes of it
+# --- outcomes
 
 
 def test_what_is_predicted_to_be_slower_is_prefilled():
@@ -183,7 +183,7 @@ def test_what_was_too_slow_is_tried_again_some_time():
 
 
 def test_the_verdict_is_made_once_per_asking():
-    """vLLM asks again while a request waits for blocks; each refusal would put time by for a trial."""
+    """vLLM asks again while a request waits for blocks, and each refusal would save up time for a trial."""
     side = Side()
     side.store(FIRST, SECOND)
     side.report(costs=CHEAP_MOVES)
@@ -192,7 +192,7 @@ def test_the_verdict_is_made_once_per_asking():
     side.report(costs=DEAR_MOVES)
     assert side.matched(request) == 100
     side.give(request, 100)
-    assert side.matched(request) == 0  # when it was preempted, it is judged anew
+    assert side.matched(request) == 0  # after a preemption it is judged again
     assert side.counts("fallbacks") == {"slower": 1}
 
 
@@ -224,7 +224,7 @@ def test_what_was_predicted_is_observed():
 
 
 def filled(side):
-    """What the next steps that only decode fill: contexts and chunks."""
+    """Contexts and chunks that the next decode steps fill."""
     done, begun = [], ()
     for _ in range(10):
         work = side.run()
@@ -305,7 +305,7 @@ def test_the_lengths_these_tests_count_with():
     ],
 )
 def test_a_choice_that_takes_more_of_a_step_than_loads_may_is_not_made_while_others_wait(policy, gap, is_plain):
-    """Text before the question is computed first, in one go, and chunks through some layers."""
+    """Before the choice, text before the question is computed in one go, and chunks through some layers."""
     chunks = [text(1, 40), text(2, 40)]
     for is_alone in (True, False):
         side = Side(shape={"step_tokens": round(32 / LOAD_SHARE)})
@@ -315,7 +315,7 @@ def test_a_choice_that_takes_more_of_a_step_than_loads_may_is_not_made_while_oth
         if not is_alone:
             side.run()
         request = side.add(make_request("a", tokens, boundaries=edges, recompute_ratio=0.9, policy=policy))
-        # A judge that finds reuse faster whatever it takes.
+        # A judge that always finds reuse faster.
         side.scheduler._admission.is_faster = lambda *_: True
         assert side.matched(request) == (0 if is_plain and not is_alone else 80 + gap)
         assert side.counts("fallbacks") == ({"slower": 1} if is_plain and not is_alone else {})

@@ -1,15 +1,17 @@
-"""Chunks that are filled before they are used: at once where nobody waits, else a little in each step."""
+"""Chunks that are filled before they are used: at once if no other request is running, otherwise a part in each
+step."""
 
 import time
 
 import pytest
 
+from kvmosaic.engines.vllm.scheduler_side.backlog import OVERDUE_SECONDS
 from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, digest_of, text
 
 
 def busy_side() -> Side:
-    """Somebody else is running."""
+    """A side on which another request is running."""
     side = Side(miss_policy="fill-first")
     side.run()
     return side
@@ -41,7 +43,7 @@ def test_little_is_filled_at_once_beside_others():
 
 
 def test_nobody_waits_for_a_chunk_that_the_store_has_no_room_for():
-    """It would be filled again for every request, in vain."""
+    """Otherwise it would be filled in vain for every request."""
     side, long = busy_side(), text(5, 3 * STEP)
     side.report(max_stored_tokens=3 * STEP - 1)
     request = side.add(ask_about(FIRST, long))
@@ -76,6 +78,20 @@ def test_requests_that_wait_for_chunks_have_them_queued_again_after_memory_was_e
     assert side.matched(request) == 100
 
 
+def test_a_server_without_quiet_steps_fills_what_a_request_waits_for(monkeypatch):
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    side = busy_side()
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    assert not side.run(tokens=5).fills
+    now += OVERDUE_SECONDS + 0.1
+    found = set[bytes]()
+    for _ in range(20):
+        found |= set(filled(side.run(tokens=5)))
+    assert found == {digest_of(FIRST), digest_of(SECOND)}
+
+
 def test_much_is_filled_in_steps_that_others_can_wait_for():
     side = busy_side()
     request = side.add(ask_about(FIRST, SECOND))
@@ -98,6 +114,21 @@ def test_much_is_filled_in_steps_that_others_can_wait_for():
     assert told["mode"] == "fill"
     assert [chunk["status"] for chunk in told["chunks"]] == ["filled", "filled"]
     assert told["reused_tokens"] == 0
+
+
+def test_nobody_waits_for_what_was_filled_and_evicted_again():
+    """The store may have no room for all chunks of a request, or of all requests that wait."""
+    side = busy_side()
+    request = side.add(ask_about(FIRST, SECOND))
+    order = list[bytes]()
+    for _ in range(20):
+        if side.matched(request) is not None:
+            break
+        for digest in filled(side.run()):
+            side.report({digest: "host"} | dict.fromkeys(order, None))  # the one before is evicted
+            order.append(digest)
+    assert order == [digest_of(FIRST), digest_of(SECOND)]
+    assert side.matched(request) == 100
 
 
 def test_it_does_not_wait_when_the_others_are_gone():

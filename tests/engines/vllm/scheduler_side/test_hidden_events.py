@@ -1,4 +1,4 @@
-"""Salted blocks in vLLM's own events: left out, and nothing else is."""
+"""Salted blocks, and only these, are left out of vLLM's own events."""
 
 import random
 

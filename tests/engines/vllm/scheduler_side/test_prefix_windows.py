@@ -1,4 +1,4 @@
-"""Segments of which layers with a sliding window keep only the end: who may use blocks that were brought so."""
+"""Segments of which layers with a sliding window keep only the end, and the requests that may use their blocks."""
 
 import pytest
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -19,7 +19,7 @@ def stored(count=2, **shape):
 
 
 def salted(request):
-    """Which blocks of a request have hashes that are not vLLM's."""
+    """The blocks of a request whose hashes differ from vLLM's own."""
     plain = make_request("plain", list(request.all_token_ids), fields={"block_hasher": HASHER})
     return [ours != theirs for ours, theirs in zip(request.block_hashes, plain.block_hashes, strict=True)]
 
@@ -72,7 +72,7 @@ def test_one_that_goes_on_differently_inside_a_segment_does_not():
 
 
 def test_a_prompt_that_ends_with_a_segment_does_not_use_that_one():
-    """vLLM computes its last token, inside the segment."""
+    """vLLM computes the prompt's last token, which is inside the segment."""
     side = stored()
     load(side, side.add(make_request("a", PROMPT)))
     assert salted(side.add(make_request("b", PROMPT[: 2 * SEGMENT]))) == expected(0, blocks=2 * PER_SEGMENT)
@@ -100,7 +100,7 @@ def test_a_preempted_request_that_finds_less_salts_what_was_not_salted():
 
 
 def test_who_stands_inside_a_cut_segment_has_all_of_it_brought_also_if_the_store_lost_it():
-    """vLLM's own blocks before it lack what tokens behind them see."""
+    """vLLM's own blocks before that token lack KV that later tokens see."""
     side = stored()
     load(side, side.add(make_request("a", PROMPT)))
     side.report(dict.fromkeys(prefix_digests(PROMPT)))
@@ -109,7 +109,7 @@ def test_who_stands_inside_a_cut_segment_has_all_of_it_brought_also_if_the_store
     [message] = load(side, request, SEGMENT + 32)
     assert (message.start, len(message.tokens)) == (SEGMENT + 32, 2 * SEGMENT)
     other = side.add(make_request("c", PROMPT))
-    assert side.matched(other, SEGMENT) == 0  # at a segment's beginning it can go on by itself
+    assert side.matched(other, SEGMENT) == 0  # vLLM alone can continue from a segment's beginning
 
 
 def test_the_answer_behind_is_hashed_as_by_vllm():

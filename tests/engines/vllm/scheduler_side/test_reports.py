@@ -1,4 +1,4 @@
-"""What requests and vLLM's own counters are told."""
+"""Reports to requests, and vLLM's own counters."""
 
 import logging
 
@@ -21,7 +21,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
 
 
 def finish(side, request, local=0, more=10):
-    """Loads a request, and its report."""
+    """Load a request. Returns its report."""
     side.begin(request, local, more)
     side.step()
     return side.scheduler.finished(request)
@@ -155,7 +155,7 @@ def test_new_documents_are_reported_and_counted_as_missing():
 
 
 def test_what_is_stored_and_not_reused_is_neither_missing_nor_a_miss():
-    """The little that is stored is not worth it: most of the prompt is new."""
+    """The stored part is too small to be worth reusing: most of the prompt is new."""
     side = Side()
     side.store(FIRST)
     side.report(costs={"blend": Line(0, 1.0), "remap": Line(0, 3.0)})
@@ -182,7 +182,7 @@ def test_what_the_prefix_cache_has_of_a_request_that_is_served_plainly_is_cached
     [((), 0.0, "not-stored"), ((FIRST,), 0.9, "slower"), ((FIRST, SECOND), 1.0, "slower"), ((), 1.0, "slower")],
 )
 def test_chunks_are_the_reason_only_where_storing_them_would_help(stored, ratio, reason):
-    """At ratio 1 all is computed, whatever is stored."""
+    """At ratio 1 everything is computed, whatever is stored."""
     side = Side()
     side.store(*stored)
     side.report(costs={"blend": Line(0, 1.0), "remap": Line(0, 30.0)})
@@ -196,7 +196,7 @@ def test_chunks_are_the_reason_only_where_storing_them_would_help(stored, ratio,
 
 @pytest.fixture
 def side(tokenizer, monkeypatch):
-    """A side that can find names in prompts."""
+    """A side that can find named documents in prompts."""
     side = Side()
     monkeypatch.setattr(side.scheduler._planner, "_parser", ChunkTokenParser(tokenizer, None, 8))
     return side
@@ -246,7 +246,7 @@ def test_what_is_reused_is_told_along_with_what_was_not_found(side, named):
     assert "fallback_reason" not in report
 
 
-# --- parameters that nobody knows
+# --- unknown parameters
 
 
 def lines(caplog):

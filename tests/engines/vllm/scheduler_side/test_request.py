@@ -1,4 +1,4 @@
-"""What a request with chunks knows of itself."""
+"""The state of a request with chunks."""
 
 import time
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_which_policies_look_at_the_prompt(ratio, policy, is_probed):
 def test_it_has_arrived_when_all_ranks_have_fetched():
     ours = plan(ask_about(FIRST))
     assert (ours.has_fetched, ours.has_arrived) == (False, False)
-    ours.arrived(0)  # says a rank of an earlier asking
+    ours.arrived(0)  # a rank answers an earlier fetch
     ours.wait_for(2)
     assert (ours.has_fetched, ours.has_arrived) == (True, False)
     ours.arrived(1)
@@ -121,7 +121,7 @@ def test_its_salts_depend_on_the_question_if_that_is_looked_at(policy, differs):
 
 
 def test_salts_of_a_conversation_take_linear_time():
-    """Every second turn has no question, so that its chunk's KV depends on all that follows."""
+    """Every second turn has no question, so its chunk's KV depends on all later text."""
     ours = plan(
         make_request("a", SYSTEM, *(text(number, 40) for number in range(1, 81)), QUESTION, recompute_ratio=0.5)
     )

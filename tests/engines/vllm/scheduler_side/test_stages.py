@@ -13,7 +13,7 @@ def staged(stages: int, **settings) -> Side:
 
 @pytest.mark.parametrize(("stages", "is_sliced"), [(1, False), (2, True)])
 def test_a_request_in_another_stage_still_runs(stages, is_sliced):
-    """A step without it says nothing, and the next load must not delay it."""
+    """A step without it does not mean that it has ended, and the next load must not delay it."""
     side = staged(stages)
     side.store(CHUNK)
     side.run("other")

@@ -1,17 +1,19 @@
-"""How much of chunks fits into a step: room beside others, and loads in slices."""
+"""The work for chunks that fits into a step, beside other requests and in slices."""
 
 import pytest
 
 from kvmosaic.engines.vllm.messages import Line
-from kvmosaic.engines.vllm.scheduler_side.admission import LOAD_SHARE
+from kvmosaic.engines.vllm.scheduler_side.admission import LOAD_SHARE, SLICED_STEP_SHARE
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, text
 
 HALF = {"recompute_ratio": 0.5, "policy": "random"}
 """60 of the 100 tokens before the question are computed: 20 of the system prompt, 40 of chunks."""
 WIDE = round(STEP / LOAD_SHARE)
-"""Tokens of a step in which loads may take the time of 64."""
+"""Size of a step in which loads may take the time of 64 tokens."""
+PLANNED = int(SLICED_STEP_SHARE * WIDE)
+"""Number of tokens whose time such a step may take if it has slices."""
 ALL = {"recompute_ratio": 1.0}
-"""All 100 tokens are computed: more than a step has."""
+"""All 100 tokens are computed, which is more than a step has."""
 
 
 def stored(**settings):
@@ -99,8 +101,8 @@ def running(**settings):
     [
         ({"recompute_ratio": 0.0}, 0),
         (HALF, 0),
-        (ALL, WIDE - 1),  # and a token of the other's
-        ({"recompute_ratio": 0.5, "policy": "composite"}, WIDE - 21),  # which has the system prompt computed first
+        (ALL, PLANNED - 1),  # and a token of the other's
+        ({"recompute_ratio": 0.6, "policy": "composite"}, PLANNED - 21),  # which has the system prompt computed first
         ({"recompute_ratio": 0.1, "policy": "composite"}, 0),
     ],
 )
@@ -116,11 +118,11 @@ def test_what_takes_longer_than_that_share_of_a_step_is_loaded_in_slices_while_o
 
 @pytest.mark.parametrize(("seconds", "is_long"), [(0.0, False), (9.0, True)])
 def test_a_choice_takes_a_pass_of_its_own(seconds, is_long):
-    """Of the 64 tokens that loads may take, 48 are computed: the system prompt twice, and 8 of chunks. A pass that
-    takes as long as 9 tokens leaves 55, and the choice takes another."""
+    """A load may take 80 tokens. It computes 64: the system prompt twice, and 24 tokens of chunks. A pass that takes
+    as long as 9 tokens leaves 71, and the choice needs another pass."""
     side = running(shape={"step_tokens": WIDE})
     side.report(costs={"blend": Line(seconds, 1 - seconds / (WIDE))})
-    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0.1, policy="composite"))
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0.3, policy="composite"))
     assert side.ask(request) == (100, is_long)
 
 
@@ -141,12 +143,12 @@ def test_nothing_is_computed_again_for_requests_that_have_to_wait(monkeypatch):
     assert asked
 
 
-def test_slices_are_what_vllm_leaves_of_a_step_and_a_share_at_least():
+def test_slices_are_what_vllm_leaves_of_the_planned_time_and_a_share_at_least():
     side = running(miss_policy="fill-first")
     request = in_slices(side)
-    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 55, 56, 64)] == [63, 44, 9, 9, 9]
+    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 29, 30, 64)] == [37, 18, 9, 9, 9]
     side.report(costs={"blend": Line(8, 0.875)})  # a full step takes 64 s, of which a pass takes 8 in any case
-    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 47, 48, 64)] == [55, 36, 9, 9, 9]
+    assert [side.run(tokens=tokens).slice_tokens for tokens in (1, 20, 21, 22, 64)] == [29, 10, 9, 9, 9]
     side.scheduler.loaded(["request"])
     assert side.run().slice_tokens == 0
     side.scheduler.finished(request)
@@ -172,7 +174,7 @@ def test_it_is_alone_again_when_the_others_are_finished():
     assert side.ask(request) == (100, False)
     side.run("third")
     assert side.ask(request) == (100, True)
-    side.step()  # in which nobody has a token
+    side.step()  # in which no request gets a token
     assert side.ask(request) == (100, False)
 
 
@@ -183,7 +185,7 @@ def test_who_brings_nothing_is_not_loaded_in_slices():
 
 
 def in_slices(side, name="request"):
-    """A request that is being loaded in slices; the step that begins it."""
+    """A request that is being loaded in slices, and the step that begins it."""
     request = side.add(ask_about(FIRST, SECOND, name=name, **ALL))
     assert side.ask(request) == (100, True)
     side.give(request, 100)

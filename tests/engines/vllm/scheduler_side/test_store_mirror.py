@@ -1,4 +1,4 @@
-"""What the scheduler knows of the workers' stores."""
+"""The scheduler's view of the workers' stores."""
 
 from kvmosaic.engines.vllm.messages import RankReport
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror

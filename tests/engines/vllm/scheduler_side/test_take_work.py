@@ -1,4 +1,4 @@
-"""What is told to the workers with a step: blocks that the step's own forward writes, and what is shared."""
+"""The workers' part of a step: blocks that the step's own forward writes, and shared blocks."""
 
 from dataclasses import replace
 
@@ -11,8 +11,8 @@ from tests.engines.vllm.scheduler_side.fakes import BLOCK, FIRST, SECOND, Side, 
 
 
 def load_beside(writes, local=64, *, is_sliced=False, **params):
-    """The load of a request whose first blocks another request has, too; that one's forward in the same step writes
-    tokens ``writes`` of it."""
+    """The load of a request that shares its first blocks with another request. The other one's forward in the same
+    step writes the tokens ``writes``."""
     side = Side(miss_policy="fill-first")
     side.store(FIRST, SECOND)
     if is_sliced:

@@ -1,4 +1,4 @@
-"""Requests whose chunks are in slower tiers: what is fetched, how long they wait, what they leave behind."""
+"""Requests whose chunks are in slower tiers: fetches, waiting times, and leftovers."""
 
 import time
 
@@ -165,7 +165,8 @@ def test_a_preempted_request_asks_again_and_waits_anew(clock):
 
 
 def test_a_fetch_of_an_earlier_asking_is_not_taken_for_that_of_a_later_one():
-    """It is told by name alone; so a request must not be given blocks before its fetch is over."""
+    """The end of a fetch is reported by the request's name alone, so a request must not get blocks before its fetch
+    has ended."""
     side = Side(shape={"ranks": 2})
     side.store(FIRST, tier="disk")
     request = side.add(ask_about(FIRST))
@@ -188,7 +189,7 @@ def test_an_abort_while_it_waits_releases_what_was_fetched():
     side.scheduler.finished(request)
     assert side.is_forgotten(request)
     assert side.step().released == ["request"]
-    side.report(fetched=["request"])  # which nobody waits for any more
+    side.report(fetched=["request"])  # which no request waits for any more
     assert side.step().is_empty
 
 
@@ -214,7 +215,7 @@ def test_loading_releases_by_itself():
 
 
 def test_who_needs_nothing_after_all_releases_what_was_fetched():
-    """While it waited, another request may have left all of its blocks in vLLM's prefix cache."""
+    """While it waited, another request may have put all of its blocks into vLLM's prefix cache."""
     side = Side()
     side.store(FIRST, tier="disk")
     request = side.add(ask_about(FIRST))

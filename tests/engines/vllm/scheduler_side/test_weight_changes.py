@@ -1,4 +1,4 @@
-"""What the scheduler's side does when workers say that weights have changed, or that nobody can tell which."""
+"""The scheduler side when workers report that weights have changed, or that they cannot be identified."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
 
 
 def hashes(side):
-    """Of the blocks of a plain request."""
+    """Hashes of the blocks of a plain request."""
     return side.add(make_request("plain", text(5, 100))).block_hashes
 
 
@@ -31,7 +31,7 @@ def test_block_hashes_say_which_weights_there_are():
 
 
 def test_block_hashes_never_come_back():
-    """Requests that there were at a change leave KV of both weights in vLLM's prefix cache."""
+    """Requests that run during a change leave KV of both weights in vLLM's prefix cache."""
     side = Side()
     seen = [*hashes(side)]
     for changes, digest in enumerate("abab", start=1):
@@ -67,7 +67,7 @@ def test_nothing_is_reused_nor_filled_until_weights_are_known_again():
 
 
 def test_a_request_that_begins_inside_a_chunk_is_loaded_all_the_same():
-    """Layers with a sliding window may lack what the next tokens see."""
+    """Layers with a sliding window may lack KV that the next tokens see."""
     side = Side()
     side.store(FIRST, SECOND)
     waiting = side.add(ask_about(FIRST, SECOND))
@@ -77,7 +77,7 @@ def test_a_request_that_begins_inside_a_chunk_is_loaded_all_the_same():
 
 @pytest.mark.parametrize("comes_before", [True, False])
 def test_the_end_of_a_system_prompt_is_stored_of_requests_that_come_later(comes_before):
-    """What vLLM's prefix cache has of an earlier one may be KV of the old weights."""
+    """vLLM's prefix cache may hold KV of the old weights for an earlier request."""
     side = Side(miss_policy="fill-first")
     request = ask_about(FIRST)
     if comes_before:

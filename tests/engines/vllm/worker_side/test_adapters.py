@@ -1,4 +1,4 @@
-"""How workers tell adapters apart: by every number, and by where it is applied."""
+"""Workers distinguish adapters by every number, and by the place where it is applied."""
 
 import pytest
 import torch

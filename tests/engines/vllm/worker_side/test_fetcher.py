@@ -1,4 +1,4 @@
-"""Fetches beside the engine's steps: none holds up another, and what nobody needs any more is left."""
+"""Fetches beside the engine's steps: none delays another, and entries that are no longer needed are released."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 
 
 class GatedDisk(DiskTier):
-    """A disk that answers for an entry once it may."""
+    """A disk whose reads of an entry wait for a gate."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -61,7 +61,7 @@ def fetcher(store, disk):
 
 
 def shut(disk, entry):
-    """Have reads of an entry wait for the event that is returned."""
+    """Make reads of an entry wait for the returned event."""
     gate = disk.opened[entry.key] = threading.Event()
     return gate
 
@@ -141,7 +141,7 @@ def test_more_than_can_wait_are_over_at_once(fetcher, disk, entries):
 
 
 def test_entries_without_room_stay_with_the_fetcher_until_they_are_released(disk, entries):
-    """A host tier that holds one entry of a prompt's three."""
+    """The host tier has room for one of a prompt's three entries."""
     store = ChunkStorageManager([HostTier(entries[0].nbytes), disk])
     fetcher = ChunkFetcher(store)
     wanted = entries[:3]
@@ -163,7 +163,7 @@ def test_entries_without_room_stay_with_the_fetcher_until_they_are_released(disk
 
 
 def test_what_is_cleared_stays_with_nobody(disk, entries):
-    """One request's entries are there, another's are just being read."""
+    """One request's entries have arrived, another's are still being read."""
     store = ChunkStorageManager([HostTier(1), disk])
     fetcher = ChunkFetcher(store)
     fetcher.start("there", [entries[0].key])
@@ -178,7 +178,7 @@ def test_what_is_cleared_stays_with_nobody(disk, entries):
     gate.set()
     finished(fetcher, "on its way")
     assert not fetcher.kept_for("on its way")
-    fetcher.start("later", [entries[3].key])  # not in the store any more
+    fetcher.start("later", [entries[3].key])  # no longer in the store
     finished(fetcher, "later")
     for name in ("there", "on its way", "later"):
         fetcher.release(name)

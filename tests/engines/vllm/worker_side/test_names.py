@@ -1,4 +1,4 @@
-"""What entries are named after when weights change, and which tiers are used while nobody can tell which."""
+"""Names of entries when weights change, and the tiers that are used while weights cannot be identified."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from tests.engines.vllm.test_weight_files import config as vllm_config
 
 
 class OneRank(Ranks):
-    """Without a process group."""
+    """A single rank, without a process group."""
 
     def __init__(self):
         self.rank, self.count, self._groups = 0, 1, []
 
 
 class Model(torch.nn.Linear):
-    """Weights that may be out of sight."""
+    """A model whose weights can be made unreadable."""
 
     is_hidden = False
 
@@ -40,7 +40,7 @@ def model():
 
 
 def names(model, **settings):
-    """Of an engine that loaded no files, and a function that has it look at its weights again."""
+    """Names of an engine that loaded no files, and a function that makes it check its weights again."""
     weights = EngineWeights(vllm_config("dummy"), model, OneRank())
     made = EntryNames(load_config(enable_chunk_cache=True, **settings), weights, {}, is_first=True)
 
@@ -54,7 +54,7 @@ def names(model, **settings):
 
 @pytest.fixture
 def errors(monkeypatch):
-    """What is said as an error; vLLM's loggers hand nothing on to pytest."""
+    """Logged errors. vLLM's loggers pass nothing on to pytest."""
     lines = []
     monkeypatch.setattr(logger, "error", lambda line, *args: lines.append(line % args))
     return lines
@@ -74,7 +74,7 @@ def test_names_follow_weights_and_come_back_with_them(model, tmp_path):
 
 
 def test_weights_that_are_handed_to_the_model_are_looked_at(model):
-    """As reinforcement learning does, without vLLM's workers."""
+    """Reinforcement learning does this, without vLLM's workers."""
     made, _ = names(model)
     first = made.fingerprint
     assert not made.have_changed()

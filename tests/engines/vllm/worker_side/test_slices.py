@@ -1,4 +1,4 @@
-"""Loads in slices: what is left of requests, handed out in order."""
+"""Loads in slices: the rest of each request is handed out in order."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -27,7 +27,8 @@ class AscendMetadata:
     actual_seq_lengths_q: list[int]
     slot_mapping: torch.Tensor
     is_of_plugin: bool
-    """Whether it was built from the plugin's own type. vLLM's CPU runner, unlike the plugin's, builds from vLLM's."""
+    """Whether it was built from the plugin's own type. vLLM's CPU runner, unlike the plugin's, builds it from vLLM's
+    type."""
 
 
 class AscendAttentionBackend(AttentionBackend):
