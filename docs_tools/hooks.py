@@ -47,7 +47,7 @@ def _section(heading: str) -> str:
 
 def _root_text(name: str) -> str:
     """A text outside of ``docs/``, with links as seen from there."""
-    text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+    text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](").replace("](../docs/", "](")
     for other, page in ROOT_PAGES.items():
         text = text.replace(f"]({other})", f"]({page})").replace(f"](../{other})", f"]({page})")
     return text
