@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -154,8 +155,16 @@ def _serve(
         raise
 
 
+def _rest() -> None:
+    """Let other threads run, instead of calling ``sched_yield`` millions of times a second. With more processes than
+    cores, Linux 6.18 then lets the caller and others that share its core wait for up to a minute."""
+    time.sleep(1e-4)
+
+
 def _start(model: str, with_cache: bool, settings: dict[str, Any]) -> Any:
     import vllm
+    from vllm.distributed import utils
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.model_executor.models import registry
     from vllm.v1.executor import multiproc_executor
 
@@ -165,6 +174,7 @@ def _start(model: str, with_cache: bool, settings: dict[str, Any]) -> Any:
     if not torch.cuda.is_available():  # with GPUs vLLM forks by itself
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         registry._run_in_subprocess = lambda look: look()  # as conftest.py does it
+        shm_broadcast.sched_yield = utils.sched_yield = _rest
     if not with_cache:
         return vllm.LLM(model, **SMALL | settings)
     llm = LLM(model, enable_chunk_cache=True, **SMALL | OURS | settings)

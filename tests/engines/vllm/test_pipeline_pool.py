@@ -37,7 +37,7 @@ def pooled(url: str) -> dict[str, Any]:
         "remote": url,
         "per_head_storage": True,
         "remote_layers": LAYERS // 2,
-        "remote_deadline_ms": 60_000,
+        "remote_deadline_ms": 300_000,
     }
 
 

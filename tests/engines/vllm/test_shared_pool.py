@@ -38,7 +38,7 @@ OPENING, ANSWER = 280, 250
 
 
 def pooled(url: str) -> dict[str, Any]:
-    return {**SETTINGS, "remote": url, "per_head_storage": True, "remote_deadline_ms": 60_000, "prefix_blocks": True}
+    return {**SETTINGS, "remote": url, "per_head_storage": True, "remote_deadline_ms": 300_000, "prefix_blocks": True}
 
 
 def ask_twice(llm: Any, documents: list[list[int]]) -> tuple[list[list[int]], list[tuple[str, str | None]]]:
