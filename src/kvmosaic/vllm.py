@@ -5,7 +5,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"vLLM is not installed ({error}); in kvmosaic's folder, pip install -e '.[vllm]', or, on a machine without "
-        "GPU, make .venv-vllm/.ready and use .venv-vllm/bin/kvmosaic"
+        "GPU, make .venv-vllm/.serve and use .venv-vllm/bin/kvmosaic"
     ) from None
 
 from kvmosaic.engines.vllm.http.middleware import ChunkMiddleware

@@ -248,7 +248,7 @@ def test_errors_are_one_line(arguments, message, smollm2_folder, narrow_folder):
 def test_without_vllm_one_line_says_how_to_get_it(command, smollm2_folder):
     [line] = [line for line in kvmosaic_here(*command, check=2).splitlines() if line.startswith("error:")]
     assert "vLLM is not installed" in line
-    assert "make .venv-vllm/.ready" in line
+    assert "make .venv-vllm/.serve" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

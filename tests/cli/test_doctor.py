@@ -100,8 +100,8 @@ def test_without_vllm_there_is_a_warning(no_vllm):
     verdict, found, advice = rows_of()["vLLM"]
     assert (verdict, found) == ("warn", "not installed")
     # As the README has it for a machine without a GPU; kvmosaic is on no package index.
-    assert "make .venv-vllm/.ready" in advice
-    assert "make .venv-vllm/.ready" in (Path(__file__).parents[2] / "README.md").read_text()
+    assert "make .venv-vllm/.serve" in advice
+    assert "make .venv-vllm/.serve" in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_a_vllm_that_is_broken_and_too_old(monkeypatch):

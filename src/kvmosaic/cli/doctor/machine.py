@@ -72,7 +72,7 @@ def vllm() -> Iterator[Row]:
     if find_spec("vllm") is None:
         from kvmosaic.core.accelerator import accelerator_there
 
-        on_cpu = "make .venv-vllm/.ready, then use .venv-vllm/bin/kvmosaic"
+        on_cpu = "make .venv-vllm/.serve, then use .venv-vllm/bin/kvmosaic"
         how = on_cpu if accelerator_there() is None else "pip install -e '.[vllm]'"
         advice = f"only the embedded engine works; for serving, in a clone of kvmosaic: {how}"
         yield Row("vLLM", "warn", "not installed", advice)
