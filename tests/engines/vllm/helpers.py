@@ -1,6 +1,7 @@
 """Helpers of the tests of the vLLM engine: engines, prompts, comparisons. Only this file depends on the engine's
 internals."""
 
+import platform
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import pytest
 import torch
 from vllm import RequestOutput, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvmosaic.core.config import load_config
 from kvmosaic.engines.vllm.scheduler_side import backlog, waiting
@@ -36,6 +38,15 @@ OURS: dict[str, Any] = {"client_parameters": "all", "min_chunk_tokens": 1, "chun
 """Settings of the chunk cache in tests that do not choose others."""
 PART = 256
 """Tokens of an entry of an exact prefix, in a model without sliding windows."""
+HAS_AMX = (
+    not torch.cuda.is_available()
+    and hasattr(AttentionBackendEnum, "AMX_MLA")
+    and platform.machine() == "x86_64"
+    and torch.cpu._is_amx_tile_supported()
+)
+"""Whether vLLM would choose its kernel of latent attention for new Xeons, which supports bfloat16 only."""
+LATENT: dict[str, Any] = {"block_size": 16} | ({"attention_backend": "CPU_MLA"} if HAS_AMX else {})
+"""Settings for latent attention in float32: vLLM's kernel for all CPUs takes 16 tokens per block."""
 
 
 def start(model: str | Path, **settings: Any) -> LLM:

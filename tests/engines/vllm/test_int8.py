@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from kvmosaic.hf import LLM as HFEngine
 from tests.engines.vllm.helpers import (
     DOCUMENTS,
+    LATENT,
     OURS,
     PART,
     answer,
@@ -164,7 +165,7 @@ def test_an_engine_of_the_other_kind_finds_exact_parts_alone(llm, folder, tiny_l
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's GPU kernels have no MLA in float32")
 def test_a_latent_and_its_rotated_columns_have_scales_of_their_own(tiny_deepseek):
-    llm = start(tiny_deepseek, num_gpu_blocks_override=200, block_size=16, **SETTINGS | {"max_model_len": 1024})
+    llm = start(tiny_deepseek, num_gpu_blocks_override=200, **SETTINGS | {"max_model_len": 1024} | LATENT)
     check_against(embedded(tiny_deepseek), llm)
     entry = next(
         each for info in store().scan() if (each := stored_entry(info.key)) is not None and each.kind == "document"

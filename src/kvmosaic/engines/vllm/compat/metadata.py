@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappin
 __all__ = ["build_attn_metadata", "build_slot_mappings_by_layer", "init_attn_backend", "with_sequences"]
 
 SIZED_BY_BUILDERS = frozenset(
-    {"CPU_ATTN", "CPU_MLA", "FLASHINFER", "FLASHMLA", "FLASH_ATTN", "FLASH_ATTN_MLA", "TRITON_ATTN"}
+    {"AMX_MLA", "CPU_ATTN", "CPU_MLA", "FLASHINFER", "FLASHMLA", "FLASH_ATTN", "FLASH_ATTN_MLA", "TRITON_ATTN"}
 )
 """Backends whose source was checked: in them, only metadata builders depend on the maximum number of sequences."""
 
