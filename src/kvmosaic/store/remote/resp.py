@@ -54,7 +54,7 @@ class Connection:
             self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=host)
         except (TimeoutError, ConnectionError, ssl.SSLError) as error:
             raise ConnectionError(
-                f"no TLS ({error}); does the server speak it on this port, and is its certificate trusted?"
+                f"no TLS ({error}); check that the server uses TLS on this port, and that its certificate is trusted"
             ) from error
         self._socket.settimeout(patience_s)
 
