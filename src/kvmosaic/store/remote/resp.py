@@ -18,7 +18,7 @@ REFUSALS = ("OOM", "WRONGTYPE")
 """Error replies that are about the one command. All others (LOADING, NOAUTH, READONLY …) are about the server."""
 PIECE_BYTES = 2**20
 COPIED_BYTES = 2**13
-"""Maximum bytes of a part that is copied. Sent by itself, it would cost a call, a packet and a turn of the server."""
+"""Maximum size of a part that is copied, in bytes. A small part sent by itself would cost a call and a packet."""
 READ_BYTES = 2**16
 
 Reply = int | bytes | RefusedError | list["Reply"] | None
