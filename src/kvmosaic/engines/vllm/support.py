@@ -165,8 +165,8 @@ def _cache_problems(vllm_config: Any) -> list[str]:
         problems += _quantisation_problems(vllm_config)
     elif stored not in ("auto", dtype):
         problems.append(
-            f"kv_cache_dtype={stored}: the only quantised KV caches that were tried are fp8, fp8_e4m3 and "
-            f"fp8_e5m2; leave it at auto, or set it to {dtype} if the checkpoint asks for {stored}"
+            f"kv_cache_dtype={stored}: besides the model's own dtype, only fp8, fp8_e4m3 and fp8_e5m2 were "
+            f"tried; leave it at auto, or set it to {dtype} if the checkpoint asks for {stored}"
         )
     if vllm_config.cache_config.kv_offloading_size is not None:
         problems.append(
