@@ -30,11 +30,11 @@ def settings_page() -> str:
     text = f"""# Settings
 
 Each setting can be given as a keyword argument of `LLM(...)` or an option of `kvmosaic serve`, as an environment
-variable, or in a YAML file named by `{CONFIG_FILE_VARIABLE}`, in that order of precedence. A setting that none of
-them gives comes from the model's profile, if `kvmosaic calibrate` saved one; otherwise the default applies.
+variable, or in a YAML file named by `{CONFIG_FILE_VARIABLE}`, in that order of precedence. A setting that is given in
+none of these ways comes from the model's profile, if `kvmosaic calibrate` saved one; otherwise the default applies.
 [Using kvmosaic](../usage.md#settings) says more about some of them.
 
-Secrets are no settings, because settings are logged. They come only from the environment: {secrets}. The last two
+Secrets are not settings, because settings are logged. Secrets come only from the environment: {secrets}. The last two
 need at least {LEAST_BYTES} bytes.
 """
     for setting in all_settings():
@@ -55,6 +55,7 @@ def parameters_page() -> str:
         "policy": f"At most {MAX_POLICY_LENGTH} characters.",
         "boundaries": f"At most {MAX_BOUNDARIES:,} pairs `[start, end]`.",
         "documents": f"At most {MAX_DOCUMENTS:,} texts.",
+        "seams": f"At most {MAX_DOCUMENTS:,} pairs `[before, question]`.",
     }
     rows = [(code(name), f"{prose(meanings[name])} {limits.get(name, '')}".strip()) for name in CLIENT_PARAMETERS]
     reasons = attribute_docstrings(Fallback)
@@ -80,8 +81,8 @@ def metrics_page() -> str:
     buckets = ", ".join(f"{bound:g}" for bound in STAGE_BUCKETS)
     return f"""# Metrics
 
-vLLM's own `/metrics` shows these, with vLLM's labels `model_name` and `engine` and one of their own. The log shows
-the most important ones. `kvmosaic dashboard` prints a Grafana dashboard for them.
+vLLM's own `/metrics` shows these metrics, with vLLM's labels `model_name` and `engine` and the label in the
+tables. The log shows the most important metrics. `kvmosaic dashboard` prints a Grafana dashboard for them.
 
 ## Counters
 

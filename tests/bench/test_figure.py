@@ -48,7 +48,7 @@ def test_bars_are_as_long_as_times_and_compared_with_their_own_run():
     ("change", "reason"),
     [
         ({"rows": []}, "rows"),
-        ({"runs": {}}, "which is not there"),
+        ({"runs": {}}, "which the file does not have"),
         ({"more": 1}, "more"),
         ({"title": 5}, "title"),
     ],

@@ -45,7 +45,7 @@ def test_nothing_recomputed_may_be_enough():
 def test_nothing_may_be_close_enough(kl, top1):
     told = sentence(summary(line("none", 0.0, 0.3, 0.4), line("sink-link(k=2)", 0.15, kl, top1), line("all", 1.0, 0)))
     assert told.startswith("Nothing measured here")
-    assert "policy sink-link(k=2) at ratio 0.15, comes closest" in told
+    assert "closest is policy sink-link(k=2) at ratio 0.15 (KL" in told
 
 
 def test_a_sink_prefix_is_named_where_several_were_tried():

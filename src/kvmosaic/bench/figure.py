@@ -68,7 +68,7 @@ class Measured(_Part):
     def _has_all_runs(self) -> "Measured":
         for row in self.rows:
             if row.run not in self.runs:
-                raise ValueError(f"row {row.name!r} is from the run {row.run!r}, which is not there")
+                raise ValueError(f"row {row.name!r} is from the run {row.run!r}, which the file does not have")
         return self
 
 

@@ -43,7 +43,7 @@ class QueryAttention(Policy):
 def check_layers(name: str, wanted: int, num_layers: int) -> None:
     """Raise for more probed layers than the model has. The default number is allowed for any model."""
     if wanted > max(num_layers, PROBED_LAYERS):
-        raise ConfigError(f"{name}: layers={wanted} is more than the model's {num_layers}")
+        raise ConfigError(f"{name}: layers={wanted}: the model has only {num_layers} layers")
 
 
 def middle_layers(assembled: AssembledPrompt, count: int) -> list[int]:

@@ -98,7 +98,7 @@ def evaluate(
     if max_answer is not None and max_answer < 1:
         raise ConfigError(f"--max-answer {max_answer}: must be at least 1")
     if "" in (sink_prefix or []):
-        raise ConfigError("--sink-prefix: is empty; use none for no prefix")
+        raise ConfigError("--sink-prefix is empty; use none for no prefix")
     examples = load(data, limit, seed, form)
     check_file("--html", html)
     check_folder(output)

@@ -150,7 +150,7 @@ def _check(config: ChunkCacheConfig, engine: Engine, vllm_options: str | None) -
     if config.disk_path is None and config.remote is None:
         raise ConfigError("nowhere to keep documents; give --disk-path, --remote or both")
     if config.chunk_context == "system":
-        raise ConfigError("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
+        raise ConfigError("chunk_context=system: entries depend on the system prompt; documents cannot be warmed")
     if engine is Engine.HF and vllm_options is not None:
         raise ConfigError("--vllm-options need --engine vllm")
 

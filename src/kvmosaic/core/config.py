@@ -90,7 +90,7 @@ class ChunkCacheConfig(BaseSettings):
     questions), ``tools`` (results of tools), ``images``, ``auto`` (text that recurs after different beginnings)."""
     client_parameters: str = "chunk_cache,recompute_ratio,policy,boundaries,documents,question"
     """Parameters that requests to the vLLM engine may have in their ``kv_transfer_params``: ``all``, ``none``, or
-    some of ``chunk_cache``, ``recompute_ratio``, ``policy``, ``boundaries``, ``documents``, ``question``,
+    some of ``chunk_cache``, ``recompute_ratio``, ``policy``, ``boundaries``, ``documents``, ``question``, ``seams``,
     ``report``."""
     admin_shows_text: bool = False
     """Whether clients with the admin key of ``/kvmosaic/`` may also see the beginning of documents."""

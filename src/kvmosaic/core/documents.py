@@ -93,8 +93,8 @@ def find_documents(
     A span is a document's *core*: from the end of its first word to the end of the last word that is followed by
     another character of the document. Tokenizers split there whatever text comes before or after, so the core has the
     same tokens in every prompt. The text outside the core is ordinary text. If documents overlap, the first one wins;
-    if they begin at the same place, the longest one wins. Documents are not found over one of ``seams``: ends of
-    texts, each with the beginning of a question behind it.
+    if they begin at the same place, the longest one wins. No document is found across one of ``seams``: ends of
+    texts, each with the beginning of the question behind it.
 
     Time is linear in the size of the prompt and the documents. If the prompt resembles a document almost everywhere,
     the search for that document stops early and the document counts as absent.

@@ -129,7 +129,7 @@ class PackedKV(NamedTuple):
     tokens or of the last ones, then, if rows are in 8 bits, the scales of K and those of V: group after group, each
     ``[places]`` with a scale for every row, padded. With equal dims, no tokens left out and no scales, that is
     ``[heads, layers, 2, tokens, head_dim]``. Each head is one contiguous buffer, so a rank of any tensor-parallel
-    size reads exactly the heads it owns. Each layer of a head is one, too.
+    size reads exactly the heads it owns. Each layer of a head is contiguous as well.
     """
 
     data: torch.Tensor
@@ -204,8 +204,8 @@ class ChunkKV:
     kind: EntryKind | None = None
     """Kind of the entry; ``None`` if it is unknown, because earlier releases did not record it."""
     lag: int = 0
-    """Number by which rotary positions are lower than indices at the place where the entry is put. Images before it
-    make a difference in some models. Not stored."""
+    """Number by which rotary positions are lower than indices at the entry's place in a prompt. It is not 0 behind
+    images in some models. Not stored."""
 
     def __post_init__(self) -> None:
         expected = (self.format.heads, self.format.num_elements(len(self.tokens)))

@@ -54,7 +54,7 @@ class HeadRange:
         return self.last_layer - self.first_layer + 1
 
     def cut(self, together: int | None) -> "HeadRange":
-        """The same heads and layers, of which ``together`` layers are stored together. Raises :class:`ConfigError` if
+        """The same heads and layers, stored in groups of ``together`` layers. Raises :class:`ConfigError` if
         that would cut across the first layer."""
         if together is not None and self.first_layer % together:
             raise ConfigError(
@@ -77,7 +77,7 @@ class HeadRange:
         return [(start, min(start + step - 1, self.last_layer)) for start in starts]
 
     def parts(self) -> list["HeadRange"]:
-        """What is stored together: one head each, first with its first layers."""
+        """The parts that are stored together: head by head, each with one group of layers after the other."""
         return [
             HeadRange(head, head, self.total, *span)
             for head in range(self.first, self.last + 1)
@@ -113,7 +113,7 @@ class HeadShare:
         return ALL_HEADS if everything else str(self.heads).partition("L")[0]
 
     def cut(self, layers: int | None) -> "HeadShare":
-        """The same share, of which ``layers`` layers are stored together; ``None``: all."""
+        """The same share, stored in groups of ``layers`` layers; ``None``: all layers together."""
         return replace(self, heads=self.heads.cut(layers))
 
     def writes(self, content_hash: bytes) -> bool:

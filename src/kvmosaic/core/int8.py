@@ -8,11 +8,12 @@ GROUP = 64
 LARGEST = 127
 """Largest number of a group."""
 SMALLEST_ROW = 1e-30
-"""Groups whose largest number is below this are stored as zeros: their scales could not be divided by."""
+"""Groups whose largest number is below this are stored as zeros, because their scales are too small to divide by."""
 SCALE = torch.bfloat16
 """Dtype of scales: it has the range of single precision, so that no group is too large or too small for it."""
 HALF_SCALE = 512.0
-"""Largest scale of rows in half precision: with the next one, they could reach 65532, which is infinite there."""
+"""Largest scale of rows in half precision. With the next larger scale, a number could be 65532, which is infinite in
+half precision."""
 
 
 def groups_of(dim: int) -> int:

@@ -7,12 +7,12 @@ import numpy as np
 WINDOW = 8
 """Size of the windows that locate candidate positions of a text, in bytes: one 64-bit number."""
 STRIDE = 8
-"""Distance of the windows that are compared, in bytes. Of as many consecutive windows of a text that is searched for,
-one is compared wherever the text stands."""
+"""Distance between the windows of the text that are compared, in bytes. One of any ``STRIDE`` consecutive windows of
+a needle is compared at each of its occurrences."""
 TRIED = 9
-"""Number of places that are tried in a text whose middle is not rare. Its anchor is the rarest."""
+"""Number of places that are tried in a needle whose middle is not rare. The rarest one becomes its anchor."""
 RARE = 4
-"""Maximum number of windows that a rare place has."""
+"""Maximum number of compared windows of the text that a rare place may match."""
 MAX_WORK = 8
 """Comparison budget, per byte of both texts."""
 COMPARISON = 64
@@ -88,7 +88,7 @@ def _find(text: bytes, needles: Sequence[Needle], size: int, stride: int) -> lis
 
 
 class _Anchors:
-    """A place in each needle, of ``stride`` consecutive windows. It is in the middle, until it is moved."""
+    """The anchor of each needle: a place of ``stride`` consecutive windows, at first the one in the middle."""
 
     def __init__(self, needles: Sequence[Needle], stride: int) -> None:
         self._stride = stride
@@ -109,7 +109,7 @@ class _Anchors:
 
     def move_to_rare_places(self, counts: np.ndarray) -> None:
         """Move the anchors that are not rare. ``counts``: number of the windows that are compared, in each slot. A
-        needle is left out if a place of it does not occur."""
+        needle is dropped if one of its places does not occur."""
         found = counts[_slots(self._anchors)].sum(axis=1)
         common = np.flatnonzero(found > RARE)
         # Places evenly spread from the beginning of each needle to its end.

@@ -88,8 +88,8 @@ class ChunkTokenParser:
         seams: Sequence[tuple[str, str]] = (),
     ) -> NamedPrompt:
         """Parse text or token ids in which ``documents`` are chunks at any position. A separator, if there is one,
-        creates further chunks, but only before the first occurrence of ``question``. No document is found over one
-        of ``seams``, where questions begin."""
+        creates further chunks, but only before the first occurrence of ``question``. No document is found across
+        one of ``seams``, where questions begin."""
         tokens = tuple(self._ids(prompt))
         if self._texts is None or not tokens or not (documents or self._separator):
             return NamedPrompt(ChunkedPrompt(tokens, ()), tuple(range(len(documents))))

@@ -1,4 +1,4 @@
-"""Finds where questions begin in a prompt, so that no document's match extends over one."""
+"""Finds where questions begin in a prompt, so that no document is found across one."""
 
 import re
 from bisect import bisect_right
@@ -69,13 +69,13 @@ class Questions:
         self._starts = sorted(starts)
 
     def are_apart_from(self, start: int, end: int) -> bool:
-        """Whether no question begins inside these bytes. One that begins with them is a repeated document."""
+        """Whether no question begins inside these bytes. A question at their start is a repeated document."""
         index = bisect_right(self._starts, start)
         return index == len(self._starts) or self._starts[index] >= end
 
 
 def seam_needles(seams: Sequence[tuple[str, str]], normalize: Callable[[str], str]) -> list[SeamNeedle]:
-    """What finds ``seams``, also in a prompt whose texts are normalised."""
+    """The needles that find ``seams``, also in a prompt whose texts are normalised."""
     cut = [tuple(each.strip() for each in seam) for seam in seams]
     forms = dict.fromkeys([*cut, *((normalize(before), normalize(question)) for before, question in cut)])
     return [SeamNeedle(before, question) for before, question in forms if before and question]

@@ -51,8 +51,8 @@ def find_sources(
 
 
 def find_seams(body: Mapping[str, Any], documents: Sequence[str]) -> list[Seam]:
-    """The beginnings of the questions of a request's ``body``, except those over which none of ``documents`` can
-    extend."""
+    """The beginnings of the questions of a request's ``body``, except those that none of ``documents`` can
+    extend across."""
     seams = dict.fromkeys(islice(_seams(body), MAX_DOCUMENTS))
     if len(seams) * sum(map(len, documents)) > MAX_LOOKED_THROUGH:
         return list(seams)
@@ -60,7 +60,7 @@ def find_seams(body: Mapping[str, Any], documents: Sequence[str]) -> list[Seam]:
 
 
 def without_label(text: str) -> str:
-    """A document as its name, without the label before it and white space around it."""
+    """A document as requests name it: without the label before it and white space around it."""
     text = text.lstrip()  # the pattern would try a label behind each blank, which takes a second for a few megabytes
     label = _LABEL.match(text)
     return text[label.end() if label else 0 :].strip()
@@ -98,7 +98,7 @@ def _context_parts(message: dict[str, Any], *, is_first: bool) -> list[Any]:
         return []
     if role in _SYSTEM_ROLES:
         return parts[1:] if is_first else parts
-    last = _last_text(parts)  # typed by an end user, also if the role is an unknown one
+    last = _last_text(parts)  # typed by an end user, even if the role is unknown
     return [part for place, part in enumerate(parts) if place != last]
 
 

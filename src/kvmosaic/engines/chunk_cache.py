@@ -168,7 +168,7 @@ class ChunkCache:
         return found, missing
 
     def put(self, entry: ChunkKV) -> None:
-        """Store an entry, unless there is no fingerprint, so that nothing could tell what its KV depends on."""
+        """Store an entry. Does nothing without a fingerprint, which tells what KV depends on."""
         if self.serves(ANY_LENGTH):
             self.store.put(entry)
 

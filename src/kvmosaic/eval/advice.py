@@ -9,7 +9,7 @@ USUAL = Target(max_kl=0.05, min_top1=0.9)
 WORDS = {
     "full prefill": "every token of the prompt is computed, as without kvmosaic; all rows are compared with it",
     "ratio": "the setting recompute_ratio: the share of document tokens that are computed again in their new place",
-    "policy": "the rule that chooses these tokens; random is there for comparison only",
+    "policy": "the rule that chooses the tokens to compute again; random is there for comparison only",
     "charged ratio": "what recomputing costs, with the cost of choosing, as a share of computing all document tokens",
     "KL": "distance of the next-token probabilities from those of a full prefill, in nats; 0 is the same, lower is "
     "better. p95: 95 % of all answer tokens are below",
@@ -37,7 +37,7 @@ def sentence(summary: Summary) -> str:
     times = f"its first token takes {row.prefill_ms:.0f} ms instead of {summary.full_prefill.prefill_ms:.0f}"
     if chosen is None:
         return (
-            f"Nothing measured here stays close to a full prefill ({USUAL}); {name}, comes closest (KL "
+            f"Nothing measured here stays close to a full prefill ({USUAL}); closest is {name} (KL "
             f"{row.kl_mean:.3f}, top-1 {row.top1:.3f}), so try larger ratios, or learn a sink prefix (kvmosaic tune)."
         )
     return (

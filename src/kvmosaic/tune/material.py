@@ -48,7 +48,7 @@ class Material:
                 passages[document in held_out].extend(split_into_passages(document, rng))
             if len(passages[0]) < MIN_PASSAGES or not passages[1]:
                 raise ConfigError(
-                    f"too few documents: there are {sum(map(len, passages))} passages in {len(documents)}; give at "
+                    f"too few documents: {len(documents)}, with {sum(map(len, passages))} passages; give at "
                     f"least two documents with {2 * MIN_PASSAGES} passages of {MIN_WORDS} words or more"
                 )
             makers.append(from_documents(passages[0]))

@@ -145,7 +145,7 @@ class SinkTrainer:
         try:
             state = torch.load(path, weights_only=True, map_location=self._engine.model.device)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            logger.warning("cannot read %s, the run starts again: %s", path, " ".join(str(error).split())[:200])
+            logger.warning("cannot read %s; training starts again: %s", path, " ".join(str(error).split())[:200])
             return
         with torch.no_grad():
             for offset, kept in zip(self._offsets, state["offsets"], strict=True):

@@ -42,21 +42,40 @@ LANGUAGE = {
     "tie_word_embeddings": False,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+QWEN_ENCODER = {
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
+IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "tie_word_embeddings": False,
+}
 PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 1}
+QWEN_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 28 * 28 * 4,
+    "max_pixels": 28 * 28 * 64,
+    **PATCHES,
+    "temporal_patch_size": 2,
+}
 
 
 def write_tiny_idefics(folder: Path) -> str:
     """Images in tiles of 4 tokens, with tokens of text between tiles."""
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 56,
-        "patch_size": 14,
-    }
     config = Idefics3Config(
-        vision_config=vision,
+        vision_config={**ENCODER, "image_size": 56},
         text_config=LlamaConfig(**LANGUAGE),
         scale_factor=2,
         image_token_id=IMAGE,
@@ -74,23 +93,11 @@ def write_tiny_idefics(folder: Path) -> str:
 
 def write_tiny_paddle(folder: Path) -> str:
     """Images of any number of tokens, with positions on three axes (M-RoPE)."""
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 112,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-    }
     config = PaddleOCRVLConfig(
         text_config={**LANGUAGE, "head_dim": 32, "rope_parameters": ROPE},
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
+        vision_config={**ENCODER, "image_size": 112, "spatial_merge_size": 2},
         vision_end_token_id=VISION_END,
-        tie_word_embeddings=False,
+        **IDS,
     )
     images = {
         "image_processor_type": "PaddleOCRVLImageProcessor",
@@ -103,71 +110,36 @@ def write_tiny_paddle(folder: Path) -> str:
 
 
 def write_tiny_qwen2(folder: Path) -> str:
-    """Likewise."""
-    vision = {
-        "depth": 1,
-        "embed_dim": 32,
-        "hidden_size": 128,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "in_channels": 3,
-    }
+    """Images like those of the tiny PaddleOCR-VL."""
     config = Qwen2VLConfig(
         text_config={**LANGUAGE, "rope_parameters": ROPE},
-        vision_config=vision,
-        vision_start_token_id=VISION_START,
+        vision_config={**QWEN_ENCODER, "depth": 1, "embed_dim": 32, "hidden_size": 128, "mlp_ratio": 2},
         vision_end_token_id=VISION_END,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        tie_word_embeddings=False,
+        **IDS,
     )
-    images = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "min_pixels": 28 * 28 * 4,
-        "max_pixels": 28 * 28 * 64,
-        **PATCHES,
-        "temporal_patch_size": 2,
-    }
-    return _write(folder, Qwen2VLForConditionalGeneration(config), images, {"processor_class": "Qwen2VLProcessor"})
+    processor = {"processor_class": "Qwen2VLProcessor"}
+    return _write(folder, Qwen2VLForConditionalGeneration(config), QWEN_IMAGES, processor)
 
 
 def write_tiny_qwen25(folder: Path) -> str:
-    """Likewise, with an encoder whose attention has windows."""
+    """Images like those of the tiny Qwen2-VL, with an encoder whose attention has windows."""
     vision = {
+        **QWEN_ENCODER,
         "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_heads": 2,
         "out_hidden_size": 128,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "in_channels": 3,
         "window_size": 56,
         "fullatt_block_indexes": [1],
     }
     config = Qwen2_5_VLConfig(
         text_config={**LANGUAGE, "rope_parameters": ROPE},
         vision_config=vision,
-        vision_start_token_id=VISION_START,
         vision_end_token_id=VISION_END,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        tie_word_embeddings=False,
+        **IDS,
     )
-    images = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "min_pixels": 28 * 28 * 4,
-        "max_pixels": 28 * 28 * 64,
-        **PATCHES,
-        "temporal_patch_size": 2,
-    }
-    return _write(
-        folder, Qwen2_5_VLForConditionalGeneration(config), images, {"processor_class": "Qwen2_5_VLProcessor"}
-    )
+    processor = {"processor_class": "Qwen2_5_VLProcessor"}
+    return _write(folder, Qwen2_5_VLForConditionalGeneration(config), QWEN_IMAGES, processor)
 
 
 def _write(folder: Path, model: torch.nn.Module, images: dict, processor: dict) -> str:

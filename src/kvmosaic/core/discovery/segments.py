@@ -38,7 +38,7 @@ class Segments:
 
     def digest(self, start: int, end: int) -> int:
         """Hash of tokens ``start .. end-1``."""
-        total, inverse = self._sums.item, self._inverses.item  # a hash takes a microsecond, and runs are many
+        total, inverse = self._sums.item, self._inverses.item  # a hash takes a microsecond, and there are many runs
         upper = (total(0, end) - total(0, start)) * inverse(0, start) % PRIME
         lower = (total(1, end) - total(1, start)) * inverse(1, start) % PRIME
         return _MARK | (upper << 31 | lower) ^ self._salt

@@ -23,7 +23,7 @@ class ChatPrompt:
     question: str | None
     """Separators from the first occurrence of this text on are ignored."""
     seams: Sequence[tuple[str, str]] = ()
-    """Beginnings of questions, each with the end of the text before it. No document is found over one."""
+    """Beginnings of questions, each with the end of the text before it. No document is found across one."""
 
 
 def messages_about(system: str, documents: Sequence[str], question: str) -> list[dict[str, str]]:

@@ -96,7 +96,7 @@ class HFChunkCache(ChunkCache):
         ``prompt_length`` is that of the prompts they are meant for, in tokens; it matters only to models with
         different rope tables for short and long prompts."""
         if self._config.chunk_context == "system":
-            raise ConfigError("chunk_context=system: entries depend on the system prompt, documents cannot be warmed")
+            raise ConfigError("chunk_context=system: entries depend on the system prompt; documents cannot be warmed")
         if isinstance(documents, str):
             raise PromptError("warm() takes a list of documents, not one text")
         chunks = [self._parser.document_tokens(document) for document in documents]

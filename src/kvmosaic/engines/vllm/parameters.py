@@ -55,7 +55,7 @@ class RequestParameters:
     """Separators from the first occurrence of this text on are ignored."""
     seams: tuple[tuple[str, str], ...] = ()
     """Beginnings of questions that end users typed, each with the end of the text before it. No document is found
-    over one."""
+    across one."""
     report: bool = False
     """Whether the response has a report about the request's chunks."""
     refused: Fallback | None = None

@@ -51,7 +51,7 @@ class EngineSetup:
         except ConfigError as error:
             raise config.blame(error) from None
         has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
-        if has_stages and is_shipped(config.sink_prefix):  # nobody chose it
+        if has_stages and is_shipped(config.sink_prefix):  # a default, not the user's choice
             config = config.model_copy(update={"sink_prefix": "document"})
         learned = learned_sink(config)
         if has_stages:

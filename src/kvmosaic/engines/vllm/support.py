@@ -99,7 +99,7 @@ def _model_problems(model: Any) -> list[str]:
             "use a decoder-only model"
         )
     if getattr(model, "is_diffusion", False):  # vLLM 0.23, which vllm-ascend needs, does not have it
-        problems.append("a diffusion model's tokens see later ones, so chunks have no KV of their own; use another")
+        problems.append("a diffusion model's tokens see later ones, so a chunk has no fixed KV; use another model")
     if model.is_attention_free:
         problems.append("a model without attention has no KV to reuse; use a model with attention in every layer")
     elif model.is_hybrid:
@@ -165,9 +165,8 @@ def _cache_problems(vllm_config: Any) -> list[str]:
         problems += _quantisation_problems(vllm_config)
     elif stored not in ("auto", dtype):
         problems.append(
-            f"kv_cache_dtype={stored}: chunks are kept and moved in the model's own dtype, and of others only "
-            f"fp8, fp8_e4m3 and fp8_e5m2 were tried; leave it at auto, or set it to {dtype} if the checkpoint asks "
-            f"for {stored}"
+            f"kv_cache_dtype={stored}: besides the model's own dtype, only fp8, fp8_e4m3 and fp8_e5m2 were "
+            f"tried; leave it at auto, or set it to {dtype} if the checkpoint asks for {stored}"
         )
     if vllm_config.cache_config.kv_offloading_size is not None:
         problems.append(
@@ -266,7 +265,7 @@ def images_problem(vllm_config: Any) -> str | None:
     found = next((what for what, is_on in untried.items() if is_on), None)
     if found is None:
         return None
-    return f"reading images was never tried with {found}; of prompts with images, only text before them is reused"
+    return f"reading images was never tried with {found}; only documents before images are reused"
 
 
 def looks_inside(spec: str, ratio: float) -> bool:

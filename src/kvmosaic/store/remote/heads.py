@@ -87,7 +87,7 @@ class HeadGroups:
 
     def __init__(self) -> None:
         self._sizes: dict[HeadPoolKey, dict[int, int]] = defaultdict(dict)
-        """Bytes by head, for each chunk and layers, which the key of their head 0 stands for."""
+        """Bytes by head, for each chunk and group of layers, which the key of head 0 identifies."""
 
     def add(self, key: HeadPoolKey, nbytes: int) -> None:
         self._sizes[key._replace(head=0)][key.head] = nbytes

@@ -18,7 +18,7 @@ REFUSALS = ("OOM", "WRONGTYPE")
 """Error replies that are about the one command. All others (LOADING, NOAUTH, READONLY …) are about the server."""
 PIECE_BYTES = 2**20
 COPIED_BYTES = 2**13
-"""Maximum bytes of a part that is copied. Sent by itself, it would cost a call, a packet and a turn of the server."""
+"""Maximum size of a part that is copied, in bytes. A small part sent by itself would cost a call and a packet."""
 READ_BYTES = 2**16
 
 Reply = int | bytes | RefusedError | list["Reply"] | None
@@ -54,7 +54,7 @@ class Connection:
             self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=host)
         except (TimeoutError, ConnectionError, ssl.SSLError) as error:
             raise ConnectionError(
-                f"no TLS ({error}); does the server speak it on this port, and is its certificate trusted?"
+                f"no TLS ({error}); check that the server uses TLS on this port, and that its certificate is trusted"
             ) from error
         self._socket.settimeout(patience_s)
 

@@ -127,7 +127,7 @@ class Caretaker:
 
     def _chunk_of(self, text: str) -> _Document:
         parser = self._read_tokenizer()
-        # Behind another random word each time, because a document that vLLM's prefix cache has is not filled.
+        # Each prompt begins with another random word: a document that vLLM's prefix cache has is not filled.
         prompt = parser.parse_named(f"{secrets.token_hex(8)}\n\n{text}\n\nb", [text]).prompt
         if not prompt.chunks:
             least = self.config.min_chunk_tokens

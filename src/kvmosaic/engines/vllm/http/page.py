@@ -94,8 +94,8 @@ class PageApp:
         return b'{"process":"%s","requests":%s}' % (process.encode(), latest)
 
     def _decoder(self) -> Callable[[list[int]], str] | None:
-        """What turns tokens into text, if text may be shown. Loading the tokenizer takes a second, once. Without one
-        the page has no texts."""
+        """The function that turns tokens into text; ``None`` if texts may not be shown, or without a tokenizer.
+        Loading the tokenizer takes a second, once."""
         if not self._config.admin_shows_text:
             return None
         with self._lock:

@@ -41,7 +41,7 @@ class ReportRoutes:
 
     def taker(self) -> Callable[[Answered], Any] | None:
         """The function that takes the report of the current HTTP request, and returns what its client may see of it;
-        ``None`` if nobody needs it."""
+        ``None`` if no reader needs it."""
         note = _current.get()
         if not self._config.chunk_page and (note is None or not note.is_asked_for):
             return None

@@ -55,7 +55,7 @@ class DocumentNamer:
     def _documents(self, body: RequestBody) -> dict[str, Any]:
         named, config = body.documents(), self.config
         is_off = body.parameter("chunk_cache") is False or body.parameter("boundaries") is not None
-        # The question counts with separators, from whichever sources documents come.
+        # With separators the question is needed, whatever the sources of documents are.
         has_use = bool(config.sources - {"images", "auto"}) or config.chunk_separator is not None
         if is_off or named is None or not FIELDS[self.path] or not has_use:
             return {}
