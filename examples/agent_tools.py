@@ -32,7 +32,10 @@ def run(task: str, names: list[str]) -> None:
         call["function"]["arguments"] = json.dumps({"name": name})
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": f"call{number}", "content": FILES[name]})
-    answer = client.chat.completions.create(model=model, messages=messages, tools=[TOOL], max_tokens=32)
+    # With tool_choice="auto", the server needs --enable-auto-tool-choice and a parser of calls.
+    answer = client.chat.completions.create(
+        model=model, messages=messages, tools=[TOOL], tool_choice="none", max_tokens=32
+    )
     usage = answer.usage
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     print(answer.choices[0].message.content)

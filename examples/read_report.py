@@ -12,8 +12,8 @@ from openai import OpenAI
 
 client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL", "http://localhost:8000/v1"), api_key="none")
 model = client.models.list().data[0].id
-parts = [{"type": "text", "text": text} for text in (BAKERY, FERRY, "When does the ferry leave?")]
-for _ in range(2):
+for documents in ((BAKERY, FERRY), (FERRY, BAKERY)):
+    parts = [{"type": "text", "text": text} for text in (*documents, "When does the ferry leave?")]
     response = client.chat.completions.with_raw_response.create(
         model=model,
         messages=[{"role": "user", "content": parts}],
