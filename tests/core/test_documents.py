@@ -205,6 +205,20 @@ def test_a_document_stays_the_same_when_a_user_types_how_a_longer_one_continues(
     assert found.absent == ()
 
 
+@pytest.mark.parametrize("many", [100, 1000, 20_000])
+@pytest.mark.parametrize("kind", ["-", "-=", " #"])
+def test_no_user_hides_the_beginning_of_a_question_in_what_looks_like_it(tokenizer, kind, many):
+    """The user typed the same characters again and again before, until the search for the question ends early."""
+    part, rest = TEXTS[0], f"{kind * 300} The captain sells the ferry to the baker."
+    longer = f"{part}\n{rest.strip()}"
+    messages = [{"role": "tool", "content": longer}, {"role": "user", "content": [part, f"{rest} Why?"]}]
+    documents = find_sources({"messages": messages}, ["parts", "tools"]).documents
+    parser = ChunkTokenParser(tokenizer, None)
+    whole = f"{kind * many}\n\n{part}\n{rest.strip()} Why?"
+    prompt = parser.parse_named(whole, documents, seams=find_seams({"messages": messages}, documents)).prompt
+    assert not any("captain" in tokenizer.decode(prompt.tokens_of(span)) for span in prompt.chunks)
+
+
 CATS = "the cat sat on the mat. "
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.core.limits import MAX_DOCUMENTS
-from kvmosaic.core.sources import MAX_LOOKS, Sources, find_sources
+from kvmosaic.core.sources import MAX_LOOKS, Sources, find_seams, find_sources
 
 ALL = ("documents", "parts", "tools")
 
@@ -257,3 +257,17 @@ def test_only_so_many_values_of_the_field_are_looked_at():
     empty = [[]] * (MAX_LOOKS - 2)  # the list itself and the last text also count
     assert found({"documents": [*empty, last]}).documents == (last,)
     assert found({"documents": [*empty, [], last]}).documents == ()
+
+
+def test_millions_of_empty_documents_are_not_compared_with_every_question():
+    body = {"messages": [user(f"part {number}", f"question {number}") for number in range(MAX_DOCUMENTS)]}
+    begin = time.process_time()
+    assert len(find_seams(body, [""] * 200_000)) == MAX_DOCUMENTS
+    assert time.process_time() - begin < 1
+
+
+def test_no_question_is_left_out_however_many_there_are():
+    longer = "part It also leaves at noon."
+    body = {"messages": [user("part", f"{number} questions") for number in range(MAX_DOCUMENTS)]}
+    body["messages"].append(user("part", "It also leaves"))
+    assert find_seams(body, [longer])[-1] == ("part", "It also leaves")

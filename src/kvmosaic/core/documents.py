@@ -97,7 +97,8 @@ def find_documents(
     texts, each with the beginning of the question behind it.
 
     Time is linear in the size of the prompt and the documents. If the prompt resembles a document almost everywhere,
-    the search for that document stops early and the document counts as absent.
+    the search for that document stops early and the document counts as absent. If it resembles one of ``seams`` so,
+    all documents count as absent, because any of them might be found over a question.
     """
     indices: dict[str, list[int]] = {}
     beyond: list[int] = []
@@ -118,8 +119,11 @@ def find_documents(
     wanted = [(text, names[text]) for text in indices if len(text) <= len(prompt.bytes)]
     if b"\\" in prompt.bytes:  # JSON needs it for all that it changes
         wanted += [(text, _Name(new)) for text, _ in wanted for new in spellings(text)[1:]]
-    found = occurrences(prompt.bytes, [*(name for _, name in wanted), *seam_needles(seams, normalize)], size)
-    questions = Questions(prompt.bytes, found)
+    asked = seam_needles(seams, normalize)
+    questions = Questions(prompt.bytes, occurrences(prompt.bytes, asked, size))
+    if not all(needle.is_known for needle in asked):
+        return Found((), tuple(range(len(documents))))
+    found = occurrences(prompt.bytes, [name for _, name in wanted], size)
     places = _names_among(found, questions)
     _drop(indices, wanted, places)
     if indices:

@@ -31,7 +31,12 @@ class Needle:
         self.bytes = text.encode(errors="surrogatepass")
         self.head = self.bytes[:COMPARISON]
         self.work = 0
-        """Remaining comparison budget."""
+        """Remaining comparison budget; negative if the search stopped early."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the search found all its occurrences."""
+        return self.work >= 0
 
 
 def occurrences(text: bytes, needles: Sequence[Needle], size: int) -> list[tuple[int, Needle]]:
@@ -61,7 +66,9 @@ def _find(text: bytes, needles: Sequence[Needle], size: int, stride: int) -> lis
     candidates = anchors.candidates(slots)
     if len(candidates) > RARE * len(needles) + len(slots) // 64:
         anchors.move_to_rare_places(np.bincount(slots, minlength=1 << _BITS))
-        candidates = anchors.candidates(slots)[:size]
+        candidates = anchors.candidates(slots)
+    is_cut = len(candidates) > size
+    candidates = candidates[:size]
     wanted = windows[candidates]
     values, owners, offsets = anchors.ascending()
     ranges = values.searchsorted(wanted), values.searchsorted(wanted, side="right")
@@ -84,6 +91,9 @@ def _find(text: bytes, needles: Sequence[Needle], size: int, stride: int) -> lis
             is_over |= needle.work < 0
         if is_over:
             alike[first] = [each for each in alike[first] if each[0].work >= 0]
+    if is_cut:
+        for needle in needles:
+            needle.work = -1
     return found
 
 

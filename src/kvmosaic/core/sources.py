@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from kvmosaic.core.limits import MAX_DOCUMENTS
-from kvmosaic.core.questions import Seam
+from kvmosaic.core.questions import SEAM, Seam
 
 # "Source 1: ", "[2] ", "3. " or a tag with a number: it depends on the position of a document, not on its content.
 _LABEL = re.compile(
@@ -52,9 +52,10 @@ def find_sources(
 
 def find_seams(body: Mapping[str, Any], documents: Sequence[str]) -> list[Seam]:
     """The beginnings of the questions of a request's ``body``, except those that none of ``documents`` can
-    extend across."""
-    seams = dict.fromkeys(islice(_seams(body), MAX_DOCUMENTS))
-    if len(seams) * sum(map(len, documents)) > MAX_LOOKED_THROUGH:
+    extend across. There may be more of them than a request to the engine can have."""
+    seams = dict.fromkeys(_seams(body))
+    # Looking at a document has a cost of its own: clients may name millions of empty ones.
+    if len(seams) * (sum(map(len, documents)) + SEAM * len(documents)) > MAX_LOOKED_THROUGH:
         return list(seams)
     return [seam for seam in seams if any(seam.may_be_in(document) for document in documents)]
 

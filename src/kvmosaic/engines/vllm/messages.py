@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvmosaic.core.prompt import ChunkedPrompt, Span
-from kvmosaic.engines.vllm.compat.images import moved, place_of
+from kvmosaic.engines.vllm.compat.images import moved, nbytes_of, place_of
 
 
 class Adapter(NamedTuple):
@@ -33,6 +33,11 @@ class Images(NamedTuple):
     features: tuple[Any, ...]
     """vLLM's ``MultiModalFeatureSpec`` of each image, ascending and not overlapping. Positions are relative to the
     first token."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the images."""
+        return sum(map(nbytes_of, self.features))
 
     def between(self, start: int, end: int) -> range:
         """Indices of the images that have tokens among ``start .. end-1``."""

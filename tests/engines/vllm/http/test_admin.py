@@ -119,7 +119,10 @@ def test_what_makes_no_sense_reaches_no_worker(ask, client, method, path, status
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"text"', b'{"text": 5}', b'{"text": ""}', b'{"text": "  "}', b"[" * 100_000, b"\xff"],
+    [
+        *(b"", b"{", b"[]", b'"text"', b'{"text": 5}', b'{"text": ""}', b'{"text": "  "}', b"[" * 100_000, b"\xff"),
+        b'{"text": "half of a character \\ud800 in a text that is long enough for a document"}',
+    ],
 )
 @pytest.mark.parametrize("path", ["documents", "documents/delete"])
 def test_bodies_that_name_no_text(ask, client, path, body):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -99,6 +100,25 @@ def test_there_are_never_more_names_than_the_engine_takes():
     assert parameters(client_of(), chat(*texts, "When?"))["documents"] == texts[:MAX_DOCUMENTS]
     sent = {"documents": texts[::-1][:MAX_DOCUMENTS]}
     assert parameters(client_of(), chat(*texts, "When?", kv_transfer_params=sent)) == sent
+
+
+def test_where_too_many_questions_begin_nothing_is_named():
+    """One of which the engine is not told could be the one whose user typed how a document continues."""
+    longer = f"{ONE} It also leaves at noon, and carries {1000 * 'cars '}."
+    asked = [message for number in range(MAX_DOCUMENTS) for message in chat(ONE, f"{number}?")["messages"]]
+    body = {"messages": [*asked, *chat(ONE, "It also leaves at noon.")["messages"]]}
+    named = {"documents": [longer]}
+    assert parameters(client_of(), {**body, "kv_transfer_params": named}) == {"documents": []}
+    few = {"messages": body["messages"][1:]}
+    assert len(parameters(client_of(), {**few, "kv_transfer_params": named})["seams"]) == MAX_DOCUMENTS
+
+
+def test_more_names_than_the_engine_takes_cost_no_time():
+    asked = [message for number in range(MAX_DOCUMENTS) for message in chat("a", f"{number}?")["messages"]]
+    body = json.dumps({"messages": asked, "kv_transfer_params": {"documents": [""] * 300_000}}).encode()
+    begin = time.process_time()
+    assert got(client_of(), body) == body
+    assert time.process_time() - begin < 3
 
 
 @pytest.mark.parametrize(

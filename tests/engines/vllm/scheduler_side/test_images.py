@@ -17,7 +17,9 @@ from kvmosaic.core.prompt import Span
 from kvmosaic.core.stand_ins import FIRST as FIRST_STAND_IN
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.compat.images import keep_whole
+from kvmosaic.engines.vllm.messages import Images
 from kvmosaic.engines.vllm.parameters import RequestParameters
+from kvmosaic.engines.vllm.scheduler_side.fair_queue import FairQueue, WaitingChunk
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
@@ -215,3 +217,15 @@ def test_workers_get_the_pixels_of_requests_that_vllm_believes_to_be_computed():
     ]
     keep_whole(SimpleNamespace(scheduled_new_reqs=new), side.scheduler.features_of)
     assert [each.mm_features for each in new] == [features, others]
+
+
+def test_images_that_wait_to_be_filled_never_take_more_than_a_gibibyte():
+    """An image of few tokens may have many pixels, and clients choose how many."""
+    pixels = torch.zeros(4 * 2**20)  # all images share them here
+    data = MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(data=pixels, field=MultiModalBatchedField())})
+    inside = Images(tuple(PICTURE), (image(0, data=data),))
+    queue = FairQueue()
+    queue.add(WaitingChunk("request", bytes([number]), tuple(PICTURE), (), images=inside) for number in range(200))
+    assert 1 < len(queue) <= 2**30 // pixels.nbytes
+    queue.add([WaitingChunk("other", b"text", tuple(FIRST), ())])
+    assert queue.get(b"text") is not None

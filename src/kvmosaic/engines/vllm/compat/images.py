@@ -52,6 +52,19 @@ def content_hash(feature: MultiModalFeatureSpec) -> bytes | None:
     return digest
 
 
+def nbytes_of(feature: MultiModalFeatureSpec) -> int:
+    """Number of bytes of what the model's encoder reads, as far as this process has it."""
+    waiting = [getattr(element, "data", None) for element in (feature.data or {}).values()]
+    count = 0
+    while waiting:
+        data = waiting.pop()
+        if isinstance(data, list | tuple):
+            waiting += data
+        elif isinstance(data, torch.Tensor):
+            count += data.nbytes
+    return count
+
+
 def _add(state: Any, data: Any) -> bool:
     """Hash tensors, which may be nested in lists. Returns whether everything was hashed."""
     if isinstance(data, list | tuple):

@@ -123,9 +123,10 @@ async def _text(request: Request) -> str:
             raise RefusedError(413, f"the body has more than {MAX_BODY} bytes")
     try:
         sent = json.loads(body)
+        text = sent.get("text") if isinstance(sent, dict) else None
+        if isinstance(text, str) and text.strip():
+            text.encode()  # JSON can contain half of a character, which no tokenizer takes
+            return text
     except (ValueError, RecursionError):
-        sent = None
-    text = sent.get("text") if isinstance(sent, dict) else None
-    if not isinstance(text, str) or not text.strip():
-        raise RefusedError(422, 'the body must be {"text": "…"}')
-    return text
+        pass
+    raise RefusedError(422, 'the body must be {"text": "…"}')

@@ -57,17 +57,19 @@ class DocumentNamer:
         is_off = body.parameter("chunk_cache") is False or body.parameter("boundaries") is not None
         # With separators the question is needed, whatever the sources of documents are.
         has_use = bool(config.sources - {"images", "auto"}) or config.chunk_separator is not None
-        if is_off or named is None or not FIELDS[self.path] or not has_use:
-            return {}
+        if is_off or named is None or len(named) > MAX_DOCUMENTS or not FIELDS[self.path] or not has_use:
+            return {}  # also if the engine will refuse what the client named
         fields = body.read(FIELDS[self.path])
         found = find_sources(fields, config.sources, config.min_chunk_tokens)
         known = {name.strip() for name in named}
-        further = [text for text in found.documents if text not in known][: max(0, MAX_DOCUMENTS - len(named))]
+        further = [text for text in found.documents if text not in known][: MAX_DOCUMENTS - len(named)]
         if sum(map(len, further)) > MAX_CHARACTERS:
             further = []
         added: dict[str, Any] = {"documents": [*named, *further]} if further else {}
         seams = find_seams(fields, [*named, *further]) if body.parameter("seams") is None else []
-        if seams:
+        if len(seams) > MAX_DOCUMENTS:
+            added["documents"] = []  # a document could be found over a question that the engine is not told of
+        elif seams:
             added["seams"] = seams
         if config.chunk_separator and found.question and body.parameter("question") is None:
             added["question"] = found.question

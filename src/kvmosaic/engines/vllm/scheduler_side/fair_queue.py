@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvmosaic.engines.vllm.messages import Adapter, Images
 
@@ -12,8 +13,9 @@ MAX_WAITING_TOKENS = 2**21
 """Maximum number of waiting tokens, including contexts."""
 LEAST_WEIGHT = 512
 """Minimum number of tokens that a chunk counts as, so that there are never more than 4,096 chunks."""
-IMAGE_WEIGHT = 16
-"""Number of tokens that each token of a chunk with images counts as: its pixels wait with it, some kilobytes."""
+BYTES_PER_TOKEN = 512
+"""Number of bytes of images that count as a token, so that the pixels that wait with chunks never have more than 1
+GiB. A token of an image may have 50 kB, depending on the model."""
 MAX_TRIES = 256
 """Maximum number of steps with too few free blocks for a chunk before it is forgotten. The next request that lacks it
 queues it again."""
@@ -44,9 +46,11 @@ class WaitingChunk:
         """Number of its tokens, including its context."""
         return len(self.context) + len(self.tokens)
 
-    @property
+    @cached_property
     def weight(self) -> int:
-        return max(LEAST_WEIGHT, self.length) * (1 if self.images is None else IMAGE_WEIGHT)
+        """Number of tokens that it counts as."""
+        pixels = 0 if self.images is None else self.images.nbytes
+        return max(LEAST_WEIGHT, self.length) + pixels // BYTES_PER_TOKEN
 
 
 class FairQueue:

@@ -83,6 +83,7 @@ class Bringer:
             if lags.get(span) is not None
         ]
         remainder = self._system_remainder(load)
+        chunks = _of_one_content(chunks, remainder)
         with self._timer.stage("lookup"):
             entries = self._find(chunks, remainder, load, pins)
         missing = [segment for segment in chunks if segment.key not in entries]
@@ -193,6 +194,18 @@ class Bringer:
             if inside is not None:
                 images[segment.key] = inside
         return self._filler.fill(fitting, missing[0].context, blocks, load.adapter, images)
+
+
+def _of_one_content(chunks: Sequence[Segment], others: Sequence[Segment]) -> list[Segment]:
+    """The chunks, without those whose tokens differ from those of an earlier segment with the same key. The usual
+    hash is not cryptographic: somebody may write two documents with one hash, and a prompt with both must not get
+    the KV of one twice."""
+    known = {segment.key: (segment.tokens, segment.context) for segment in others}
+    return [
+        segment
+        for segment in chunks
+        if known.setdefault(segment.key, (segment.tokens, segment.context)) == (segment.tokens, segment.context)
+    ]
 
 
 def _with_lag(entry: ChunkKV, lag: int | None) -> ChunkKV:
