@@ -11,6 +11,7 @@ from kvmosaic.blend.kv_deviation import whole_documents
 from kvmosaic.blend.query_attention import middle_layers
 from kvmosaic.blend.sink_link import first_tokens
 from kvmosaic.blend.spans import best_spans
+from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 
 
@@ -72,26 +73,62 @@ def test_a_choice_is_chunk_tokens_in_order_within_the_ratio(prompt, spec, ratio)
 
 
 class Astray(Policy):
-    """Picks one token, at a given position."""
+    """Picks given positions."""
 
     name = "astray"
 
-    def __init__(self, position):
-        self.position = position
+    def __init__(self, *positions):
+        self.positions = positions
 
     def select(self, assembled, ratio):
-        return Selection((self.position,))
+        return Selection(self.positions)
 
 
 @given(prompts(), st.data())
-def test_tokens_outside_chunks_are_refused(prompt, data):
+def test_tokens_outside_chunks_are_refused_in_one_line(prompt, data):
     length = len(prompt.prompt.token_ids)
-    position = data.draw(st.integers(0, length + 5))
+    position = data.draw(st.integers(-3, length + 5))
     if any(span.start <= position < span.end for span in prompt.prompt.chunks):
         assert choose(Astray(position), prompt, 0.5).positions == (position,)
     else:
-        with pytest.raises((AssertionError, IndexError)):
+        with pytest.raises(KvmosaicError, match=f"astray: select returned position {position}, .*no chunk") as error:
             choose(Astray(position), prompt, 0.5)
+        assert "\n" not in str(error.value)
+
+
+@given(prompts(), st.data())
+def test_tokens_out_of_order_are_refused_in_one_line(prompt, data):
+    inside = st.sampled_from(prompt.positions().tolist())
+    positions = data.draw(st.lists(inside, min_size=2, max_size=5))
+    if positions == sorted(set(positions)):
+        assert choose(Astray(*positions), prompt, 0.5).positions == tuple(positions)
+    else:
+        with pytest.raises(KvmosaicError, match=r"astray: .*not ascending") as error:
+            choose(Astray(*positions), prompt, 0.5)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("reads_content", [False, True])
+@pytest.mark.parametrize("announces", [False, True])
+def test_a_probe_has_to_be_announced(reads_content, announces):
+    """Otherwise vLLM's prefix cache would mix up questions, or the probe would come too early."""
+
+    class Prober(Astray):
+        def probes(self, assembled, ratio):
+            return announces
+
+        def select(self, assembled, ratio):
+            assembled.deviation(0, "k")
+            return Selection()
+
+    Prober.reads_content = reads_content
+    prompt = Drawn([10, 10], system=3, question=5, layers=10, full=[0, 1, 2, 3], seed=0)
+    if reads_content and announces:
+        assert choose(Prober(), prompt, 0.5) == Selection()
+    else:
+        with pytest.raises(KvmosaicError, match=r"astray: .*probed") as error:
+            choose(Prober(), prompt, 0.5)
+        assert "\n" not in str(error.value)
 
 
 @given(prompts(), st.integers(0, 400), st.integers(1, 33), st.randoms())

@@ -17,6 +17,8 @@ SPECS = [
     "kv-deviation(threshold=2)",
     "composite(first=1, runs=4, asking=1)",
 ]
+SPARING = ["sink-link(k=2)", "kv-deviation(threshold=2)"]
+"""Those of ``SPECS`` that may leave more than half of the budget."""
 DOCUMENTS = [
     "The ferry to Orsa leaves at 7:40 from the north pier. Its captain is Maud Lind, who also runs the kiosk.",
     "The bakery on Mill Street belongs to Agnes Bell. She bakes rye bread on Mondays and sells it until noon.",
@@ -65,7 +67,7 @@ def test_ratio_zero_recomputes_nothing(llm, prompt, spec):
 def test_what_is_charged_stays_within_the_ratio(llm, prompt, spec, ratio):
     result = assembled(llm, prompt, spec, ratio)
     assert result.charged_ratio <= ratio + 1e-6
-    if "threshold" not in spec and "k=2" not in spec:
+    if spec not in SPARING:
         assert result.charged_ratio > 0.5 * ratio
 
 

@@ -34,6 +34,7 @@ COMMANDS = [
     (r"make ", "here"),
     (r"(\w+=\w+ )*\.venv[-\w]*/bin/python -m pytest", "here"),
     (r"export \w+=", "here"),
+    (r"python3 -m venv \.venv && \.venv/bin/pip install 'torch", "fetches torch from its own index"),
     (r"pip install -e '\.\[vllm\]'", "needs a GPU"),
     (r"python -m tests.ascend_report", "needs an NPU; tests/engines/vllm/ascend/test_report.py runs its parts"),
     (r"mooncake_", "needs several machines; tests/store/servers.py starts both with other addresses"),

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 
+from kvmosaic.core.errors import KvmosaicError
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 
 KVPart = Literal["k", "v"]
@@ -147,10 +148,20 @@ def choose(policy: Policy, assembled: AssembledPrompt, ratio: float) -> Selectio
     if ratio >= 1:
         return Selection(tuple(assembled.positions().tolist()))
     policy.check(assembled.num_layers)
+    may_probe, before = policy.reads_content and policy.probes(assembled, ratio), assembled.charged
     selection = policy.select(assembled, ratio)
+    if assembled.charged > before and not may_probe:
+        raise KvmosaicError(
+            f"policy {policy.name}: select probed the prompt without saying so; set reads_content = True, and let "
+            "probes return True"
+        )
     chosen = np.array(selection.positions, dtype=np.int64)
-    assert (np.diff(chosen) > 0).all()
-    in_chunks = np.zeros(len(assembled.prompt.token_ids), dtype=bool)
-    in_chunks[assembled.positions().numpy()] = True
-    assert in_chunks[chosen].all()
+    if (np.diff(chosen) <= 0).any():
+        raise KvmosaicError(f"policy {policy.name}: the positions that select returned are not ascending; sort them")
+    outside = chosen[~np.isin(chosen, assembled.positions().numpy())]
+    if len(outside):
+        raise KvmosaicError(
+            f"policy {policy.name}: select returned position {outside[0]}, which is in no chunk; take positions "
+            "from assembled.positions()"
+        )
     return selection

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,9 @@ from rich.text import Text
 
 console = Console(stderr=True)
 """Console on stderr, for progress and errors."""
+
+SECONDS_PER_LINE = 10.0
+"""Minimum time between two lines of progress in a log."""
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON object, with nothing else on stdout.")
@@ -77,21 +81,34 @@ def print_json(result: dict[str, Any]) -> None:
 
 
 class Steps:
-    """A progress bar over a known number of steps."""
+    """A progress bar over a known number of steps. Where there is no terminal, lines show the progress."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
         self._task = progress.add_task("", total=total)
+        self._total = total
+        self._printed = monotonic()
 
     def start(self, description: str) -> None:
         self._progress.update(self._task, description=description)
+        self._print_line()
 
     def done(self) -> None:
         self._progress.advance(self._task)
+        self._print_line()
 
     def reach(self, done: int) -> None:
         """Set the number of finished steps."""
         self._progress.update(self._task, completed=done)
+        self._print_line()
+
+    def _print_line(self) -> None:
+        if console.is_terminal or monotonic() - self._printed < SECONDS_PER_LINE:
+            return
+        self._printed = monotonic()
+        task = self._progress.tasks[0]
+        line = f"{task.completed:.0f} of {self._total} {task.description}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
