@@ -162,7 +162,12 @@ def test_one_bad_head_is_a_counted_miss_for_those_who_need_it(
 
 def test_sound_heads_of_different_entries_are_no_entry(tier: RemoteTier, server: Valkey | Mooncake) -> None:
     """This could result from a hash collision, or from two engines that wrongly assume the same format."""
-    for other in (model_entry(1, dtype=torch.float32), model_entry(1, k_dim=5, v_dim=3)):
+    for other in (
+        model_entry(1, dtype=torch.float32),
+        model_entry(1, k_dim=5, v_dim=3),
+        replace(model_entry(1), tokens=model_entry(2).tokens),
+        replace(model_entry(1), context=(2,)),
+    ):
         entry = model_entry(1)
         fill(server.url, 1, [entry])
         plant(tier, head_name(entry, 3), b"".join(values_of(of_share(other, share(0, 1)), Seal())[3]()))

@@ -11,6 +11,7 @@ import torch
 from forgery import forged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from remote_servers import Valkey
 from store_helpers import make_entry, same
 
 from kvmosaic.core.config import load_config
@@ -25,6 +26,7 @@ from kvmosaic.store.remote.heads import join, values_of
 from kvmosaic.store.remote.incoming import IncomingEntry
 from kvmosaic.store.seal import EntryCheck, Seal, hexdigest
 from kvmosaic.store.tiers.disk import entry_path
+from kvmosaic.store.tiers.remote import open_remote_tier
 from tests.cli.command import run_here
 
 OURS, THEIRS = "a key that only we have", "a key that others have"
@@ -113,6 +115,29 @@ def test_sealed_heads_with_a_header_of_somebody_elses(tmp_path: Path) -> None:
     assert opened(tmp_path).lookup(ENTRY.key, ENTRY.tokens, ENTRY.context).reason is MissReason.CORRUPT
 
 
+@pytest.mark.parametrize("name", ["k_dim", "dtype", "kind", "head_checksums"])
+def test_no_field_of_a_sealed_header_can_be_changed(tmp_path: Path, name: str) -> None:
+    """An attacker without the key changes a field to another valid value. With ``head_checksums``, the KV is also
+    that of another entry, so the two match."""
+    entry = replace(make_entry(3, heads=3), kind="prefix-part")
+    mine, theirs = (Encoding(each, sealed(OURS)) for each in (entry, make_entry(4, heads=3)))
+    small, kv = map(bytes, mine.value(str(entry.key), 0, 3))
+    before, after = {
+        "k_dim": ('"k_dim":"3","v_dim":"5"', '"k_dim":"5","v_dim":"3"'),
+        "dtype": ('"dtype":"bfloat16"', '"dtype":"float16"'),
+        "kind": ('"kind":"prefix-part"', '"kind":"document"'),
+        "head_checksums": tuple(" ".join(sealed(OURS).heads(each.kv)) for each in (mine, theirs)),
+    }[name]
+    changed = small.replace(before.encode(), after.ljust(len(before)).encode())
+    assert changed != small
+    tier = DiskTier(tmp_path, PLENTY, check=EntryCheck(sealed(OURS)))
+    planted(tmp_path, small + kv)
+    assert tier.get(entry.key) is not None
+    planted(tmp_path, changed + (bytes(theirs.kv) if name == "head_checksums" else kv))
+    with pytest.raises(CorruptEntryError, match="checksum of key"):
+        tier.get(entry.key)
+
+
 def test_heads_and_headers_have_keys_of_their_own() -> None:
     sums = []
     for seal in (Seal(), sealed(OURS), sealed(THEIRS)):
@@ -147,6 +172,33 @@ def test_heads_are_verified_one_by_one() -> None:
     assert [isinstance(part, CorruptEntryError) for part in received(sealed(OURS), 1).parts.values()] == [0, 1, 0]
     for seal in (sealed(THEIRS), Seal()):
         assert all(isinstance(part, CorruptEntryError) for part in received(seal).parts.values())
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_shared_pool_is_read_as_a_disk_is(valkey_server: Valkey, per_head: bool) -> None:
+    """Values that others wrote there are counted misses, and deleted."""
+    share = HeadShare.of_rank(0, 1, 3, ENTRY.format.layers)
+    heads = str(share.heads) if per_head else "all"
+    entry, other = (replace(each, key=replace(each.key, heads=heads)) for each in (ENTRY, make_entry(9, heads=3)))
+    settings = load_config(remote=valkey_server.url, per_head_storage=per_head, remote_deadline_ms=10_000)
+
+    def engine() -> ChunkStorageManager:
+        return open_store(settings, share=share, kv_format=ENTRY.format)
+
+    store = engine()
+    assert store.put(entry)
+    store.close()
+    for seal in (Seal(), sealed(THEIRS)):
+        foreign = open_remote_tier(valkey_server.url, 10.0, share if per_head else None, EntryCheck(seal))
+        foreign.put(other)
+        store = engine()
+        found = store.lookup(entry.key, entry.tokens, entry.context)
+        assert found.entry is not None
+        assert (found.tier, same(found.entry, entry)) == ("remote", True)
+        assert store.lookup(other.key, other.tokens, other.context).reason is MissReason.CORRUPT
+        assert foreign.get(other.key) is None
+        store.close()
+        foreign.close()
 
 
 def test_a_value_of_an_impossible_length_is_not_received() -> None:

@@ -135,11 +135,14 @@ def test_without_events_nobody_is_told():
 
 
 def test_chunks_are_never_announced():
+    """Not even if the store has the same tokens as an exact prefix."""
     side = announcing()
     request = side.add(ask_about(FIRST, text(6, 200)))
     side.store(FIRST, text(6, 200))
     side.begin(request)
     side.run("request", 1, 280)
+    side.report(dict.fromkeys(prefix_digests(list(request.all_token_ids)), "host"))
+    side.scheduler.finished(request)
     assert side.scheduler.prefixes.take_events() == []
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvmosaic.engines.vllm.compat.scheduling import HIDDEN
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
     SECOND,
@@ -28,6 +29,7 @@ def test_block_hashes_say_which_weights_there_are():
     third.report(weights=1, weights_digest="a")
     assert hashes(side) == hashes(third)
     assert not {*hashes(side)} & {*hashes(other), *at_start}
+    assert not any(each.endswith(HIDDEN) for each in hashes(side)), "routers may know blocks of exact KV"
 
 
 def test_block_hashes_never_come_back():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvmosaic.core.config import load_config
 from kvmosaic.engines.vllm.forward.ranks import Ranks
@@ -39,9 +40,11 @@ def model():
     return Model()
 
 
-def names(model, **settings):
-    """Names of an engine that loaded no files, and a function that makes it check its weights again."""
-    weights = EngineWeights(vllm_config("dummy"), model, OneRank())
+def names(model, folder=None, **settings):
+    """Names of an engine that loaded the files of a folder, or none, and a function that makes it check its weights
+    again."""
+    loaded = vllm_config("dummy") if folder is None else vllm_config(model=str(folder))
+    weights = EngineWeights(loaded, model, OneRank())
     made = EntryNames(load_config(enable_chunk_cache=True, **settings), weights, {}, is_first=True)
 
     def look(is_hidden=False):
@@ -81,6 +84,25 @@ def test_weights_that_are_handed_to_the_model_are_looked_at(model):
     model.load_weights([("weight", torch.zeros(8, 8)), ("bias", torch.zeros(8))])
     assert made.have_changed()
     assert made.fingerprint != first
+
+
+def test_files_name_weights_while_these_are_as_they_were_loaded(model, tmp_path, errors):
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    made, look = names(model, tmp_path, disk_path=tmp_path / "store")
+    first = made.fingerprint
+    model.is_hidden = True
+    assert names(model, tmp_path)[0].fingerprint == first  # as in an engine with other shares of the weights
+    model.is_hidden = False
+    before = model.weight.detach().clone()
+    torch.nn.init.zeros_(model.weight)
+    assert look()
+    assert made.fingerprint not in (first, None)
+    assert look(is_hidden=True)
+    assert (made.fingerprint, made.tiers) == (None, "none")
+    assert errors
+    model.weight.data.copy_(before)
+    assert look()
+    assert (made.fingerprint, made.tiers) == (first, "all")
 
 
 @pytest.mark.parametrize("lasting", ["disk_path", "remote"])
