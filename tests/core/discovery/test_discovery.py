@@ -134,6 +134,15 @@ def test_a_document_that_was_found_elsewhere_is_reused_also_at_the_end_of_a_mess
     assert span.end > 320 - ENDING
 
 
+def test_documents_at_the_end_of_a_message_become_one_run():
+    engine, documents = Engine(), [text(200), text(200)]
+    for order in ((0, 1), (1, 0), *[(0, 1)] * 9):
+        prompt = [*text(20), *joined(documents[index] for index in order), MARKER, 9]
+        spans, _ = engine.send(prompt)
+    [length] = map(len, spans)
+    assert length > 400 - ENDING
+
+
 def test_text_before_a_named_document_is_not_the_end_of_a_message():
     engine, document = Engine(), text(300)
     for _ in range(2):
