@@ -42,6 +42,7 @@ def kvmosaic_eval(monkeypatch, *arguments):
         (("--data", "synthetic", "--ratios", "nan"), "--ratios nan"),
         (("--data", "synthetic", "--policies", "kv-deviation(layers=99)"), "layer 99"),
         (("--data", "synthetic", "--sink-prefix", ""), "--sink-prefix"),
+        (("--data", "synthetic", "--chunk-sources", "parts"), "--chunk-sources parts"),
         (("--data", "synthetic", "--max-answer", 0), "--max-answer 0"),
         (("--data", "synthetic", "--html", "/nowhere/r.html"), "--html"),
         (("--data", "synthetic", "--html", "/tmp"), "--html"),

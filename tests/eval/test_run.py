@@ -1,6 +1,7 @@
 """The evaluation: its numbers, and that interruptions leave no trace."""
 
 import json
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,10 @@ from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.eval.base import Cell, Example
 from kvmosaic.eval.plan import (
     ALL,
+    AUTO,
     FULL_PREFILL,
     LONG_ANSWER,
+    NAMED,
     NO_CONTEXT,
     NONE,
     SHORT_ANSWER,
@@ -194,6 +197,24 @@ def test_prompts_the_model_cannot_take_are_refused_before_any_work(llm):
         make_plan(llm, [Example("s", ("", " "), "q", ("a",))], cells, 4)
     with pytest.raises(ConfigError, match="layer 99"):
         make_plan(llm, EXAMPLES, make_cells(["kv-deviation(layers=99)"], [0.3]), 4)
+
+
+def test_chunks_can_be_what_a_server_finds_by_itself(llm):
+    words = ["red", "blue", "cat", "dog", "tea", "cup", "sun", "sea"]
+    documents = [" ".join(random.choices(words, k=150)) for _ in range(6)]
+    examples = [
+        Example("Be brief.", tuple(texts), question, ("Bert",))
+        for texts, question in ((documents[:3], "Who has tea?"), (documents[3:], "Who has a cat?"))
+    ]
+    cells = make_cells([], [])
+    named, found = (make_plan(llm, examples, cells, 4, sources).questions for sources in (NAMED, AUTO))
+    for one, other in zip(named, found, strict=True):
+        assert one.prompt.token_ids == other.prompt.token_ids
+        places = [{position for span in each.prompt.chunks for position in span.positions} for each in (one, other)]
+        assert len(places[0] & places[1]) > 0.7 * len(places[0])
+        assert len(places[1] - places[0]) < 40  # edges of documents, and text between them
+    with pytest.raises(PromptError, match=r"too short \(chunk_sources=auto needs at least 64 tokens"):
+        make_plan(llm, EXAMPLES, cells, 4, AUTO)
 
 
 def test_a_chunk_that_cannot_be_reused_is_no_perfect_reuse(narrow, tokenizer):

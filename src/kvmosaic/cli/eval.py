@@ -75,6 +75,13 @@ def evaluate(
             "Default: the setting entry_dtype."
         ),
     ] = None,
+    chunk_sources: Annotated[
+        str,
+        typer.Option(
+            help="What is a chunk: documents (all are named), or auto (text that recurs, as a server finds it after "
+            "two other prompts with the same documents)."
+        ),
+    ] = "documents",
     html: Annotated[Path | None, typer.Option(help="Write an HTML report with plots to this file.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the results of single examples. Default: in the user's cache.")
@@ -85,7 +92,7 @@ def evaluate(
     interrupted run continues where it stopped when it is started again."""
     from kvmosaic.eval.advice import sentence  # here, because importing them takes seconds
     from kvmosaic.eval.data import load
-    from kvmosaic.eval.plan import DEFAULT_POLICIES, make_cells, make_plan
+    from kvmosaic.eval.plan import AUTO, DEFAULT_POLICIES, NAMED, make_cells, make_plan
     from kvmosaic.eval.report import render
     from kvmosaic.eval.run import evaluate
     from kvmosaic.eval.summary import Summary, summarise
@@ -97,6 +104,8 @@ def evaluate(
     cells = make_cells(chosen, numbers(ratios))
     if max_answer is not None and max_answer < 1:
         raise ConfigError(f"--max-answer {max_answer}: must be at least 1")
+    if chunk_sources not in (NAMED, AUTO):
+        raise ConfigError(f"--chunk-sources {chunk_sources}: choose {NAMED} or {AUTO}")
     if "" in (sink_prefix or []):
         raise ConfigError("--sink-prefix is empty; use none for no prefix")
     examples = load(data, limit, seed, form)
@@ -116,7 +125,7 @@ def evaluate(
             for each in given[1:]:
                 other = LLM(first.model, first.tokenizer, enable_chunk_cache=True, **own, **each)
                 llms.append(engines.enter_context(other))
-            plans = [make_plan(llm, examples, cells, max_answer) for llm in llms]
+            plans = [make_plan(llm, examples, cells, max_answer, chunk_sources) for llm in llms]
         folder = output or Path(platformdirs.user_cache_dir("kvmosaic")) / "eval"
         with interruptible(), progress_bar(len(llms) * len(examples)) as steps:
             for llm, plan in zip(llms, plans, strict=True):
@@ -128,7 +137,7 @@ def evaluate(
                 settings = config.sink_prefix, seed, config.entry_dtype
                 summaries.append(summarise(work.scores, plan.cells, len(examples), *settings))
     summary = Summary.joined(summaries)
-    title = f"{model} on {data}, {len(examples)} examples"
+    title = f"{model} on {data}, {len(examples)} examples" + (", chunks found" if chunk_sources == AUTO else "")
     advice = sentence(summary)
     _show(title, summary, json)
     print_line(f"\n{advice}", json)
@@ -139,6 +148,7 @@ def evaluate(
         print_line(f"report: {html}", json)
     if json:
         about = {"model": model, "data": data, "seed": seed, "max_answer": max_answer, "results": results}
+        about["chunk_sources"] = chunk_sources
         print_json({**about, "advice": advice, **summary.as_dict()})
 
 

@@ -14,18 +14,21 @@ import transformers
 import kvmosaic
 from kvmosaic.blend import POLICIES, policy_named
 from kvmosaic.core.accelerator import accelerator_of
+from kvmosaic.core.discovery import MIN_RUN
 from kvmosaic.core.errors import ConfigError, PromptError
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.engines.hf.chat import ChatPrompt, chat_prompt, messages_about
 from kvmosaic.engines.hf.llm import LLM
 from kvmosaic.engines.hf.sampling import stop_ids
 from kvmosaic.eval.base import Cell, Example
+from kvmosaic.eval.found import asked_about, found_in
 
 NONE, ALL, RANDOM = Cell("none", 0.0), Cell("all", 1.0), "random"
 FULL_PREFILL, NO_CONTEXT = Cell("full prefill", 1.0), Cell("no context", 0.0)
 """References that cells are compared with: the two ends of the scale. They use no chunk cache."""
 
 DEFAULT_POLICIES = tuple(name for name in POLICIES if name not in (NONE.policy, ALL.policy, RANDOM))
+NAMED, AUTO = "documents", "auto"
+"""Ways to find the chunks of prompts, called as in the setting ``chunk_sources``."""
 SHORT_ANSWER, LONG_ANSWER = 16, 64
 """Minimum and maximum tokens that an answer is given, however many the right one needs."""
 
@@ -63,10 +66,17 @@ def make_cells(policies: Sequence[str], ratios: Sequence[float]) -> tuple[Cell, 
     return tuple(dict.fromkeys([NONE, *between, ALL]))
 
 
-def make_plan(llm: LLM, examples: Sequence[Example], cells: Sequence[Cell], max_answer: int | None = None) -> Plan:
+def make_plan(
+    llm: LLM,
+    examples: Sequence[Example],
+    cells: Sequence[Cell],
+    max_answer: int | None = None,
+    sources: str = NAMED,
+) -> Plan:
     """Parse every prompt. Prompts and policies that the model cannot handle are refused here. Without ``max_answer``,
-    each answer may be as long as the right one, within ``SHORT_ANSWER`` and ``LONG_ANSWER``."""
-    questions = tuple(_question(llm, index, example, max_answer) for index, example in enumerate(examples, 1))
+    each answer may be as long as the right one, within ``SHORT_ANSWER`` and ``LONG_ANSWER``. ``sources``: ``NAMED``
+    or ``AUTO``."""
+    questions = tuple(_question(llm, index, examples, max_answer, sources) for index in range(len(examples)))
     for cell in cells:
         policy_named(cell.policy).check(llm.engine.format.layers)
     config = llm.config
@@ -95,18 +105,23 @@ def _device_name(device: torch.device) -> str:
     return str(device) if module is None else str(module.get_device_name(device))
 
 
-def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -> Question:
-    asked = _chat_prompt(llm, example, example.chunks)
-    prompt = llm.parser.parse_named(asked.token_ids, asked.documents, asked.question).prompt
+def _question(llm: LLM, index: int, examples: Sequence[Example], max_answer: int | None, sources: str) -> Question:
+    example = examples[index]
+    if sources == AUTO:
+        prompt = found_in(llm, index, examples)
+    else:
+        asked = asked_about(llm, example, example.chunks)
+        prompt = llm.parser.parse_named(asked.token_ids, asked.documents, asked.question).prompt
     if max_answer is None:
         # As the model writes it: after a space, and followed by the end of the line.
         needed = max(len(llm.parser.encode(f" {answer}.\n")) for answer in example.answers)
         max_answer = min(max(needed, SHORT_ANSWER), LONG_ANSWER)
     length = len(prompt.token_ids)
     # Examples are drawn from a file at random, so the number alone does not identify one.
-    name = f"example {number} ({example.question[-60:]!r})"
+    name = f"example {index + 1} ({example.question[-60:]!r})"
     if not prompt.chunks:
-        raise PromptError(f"{name}: all of its chunks are empty or too short (min_chunk_tokens); leave it out")
+        limit = "min_chunk_tokens" if sources == NAMED else f"chunk_sources=auto needs at least {MIN_RUN} tokens"
+        raise PromptError(f"{name}: all of its chunks are empty or too short ({limit}); leave it out")
     if llm.max_positions is not None and length + max_answer > llm.max_positions:
         raise PromptError(
             f"{name}: {length} tokens + an answer of {max_answer} exceed the model's {llm.max_positions} "
@@ -123,14 +138,8 @@ def _question(llm: LLM, number: int, example: Example, max_answer: int | None) -
             f"{name}: a chunk and the prefix of {len(context)} tokens before it exceed the model's positions; "
             "choose a shorter sink prefix"
         )
-    plain = ChunkedPrompt(tuple(_chat_prompt(llm, example, ()).token_ids), ())
+    plain = ChunkedPrompt(tuple(asked_about(llm, example, ()).token_ids), ())
     return Question(prompt, plain, example.answers, max_answer)
-
-
-def _chat_prompt(llm: LLM, example: Example, chunks: Sequence[str]) -> ChatPrompt:
-    """The prompt of the example with these chunks, up to where the model continues."""
-    messages = messages_about(example.system, chunks, example.question)
-    return chat_prompt(llm.tokenizer, messages, chunks, lead=example.lead)
 
 
 def _digest(value: Any) -> str:

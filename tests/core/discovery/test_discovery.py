@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.core.discovery import MIN_RUN, Discovery
+from kvmosaic.core.discovery.cuts import ENDING
 from kvmosaic.core.prompt import Span
 from tests.core.discovery.prompts import MARKER, PLENTY, Engine, contents, joined, text
 
@@ -110,6 +111,46 @@ def test_what_is_found_does_not_depend_on_what_stands_around(seed):
         assert spans[0].end >= len(document) - 60
 
 
+# --- where messages end
+
+
+@pytest.mark.parametrize("ending", [[MARKER, 9], [9]], ids=["chat", "completion"])
+@pytest.mark.parametrize("length", [5, 20, ENDING - 1])
+def test_a_question_that_is_asked_again_is_not_in_a_run(ending, length):
+    """It would not have seen the documents before the run."""
+    engine, documents, question = Engine(), [text(200) for _ in range(3)], text(length)
+    for order in ((0, 1, 2), (1, 0, 2), (0, 1, 2)):
+        prompt = [*text(20), *joined(documents[index] for index in order), *question, *ending]
+        spans, _ = engine.send(prompt)
+    assert sum(map(len, spans)) > 0.8 * 600
+    assert spans[-1].end <= len(prompt) - len(ending) - length
+
+
+def test_a_document_that_was_found_elsewhere_is_reused_also_at_the_end_of_a_message():
+    engine, document = Engine(), text(300)
+    for _ in range(2):
+        engine.send([*text(20), *document, *text(50)])
+    [span], _ = engine.send([*text(20), *document, MARKER, 9])
+    assert span.end > 320 - ENDING
+
+
+def test_documents_at_the_end_of_a_message_become_one_run():
+    engine, documents = Engine(), [text(200), text(200)]
+    for order in ((0, 1), (1, 0), *[(0, 1)] * 9):
+        prompt = [*text(20), *joined(documents[index] for index in order), MARKER, 9]
+        spans, _ = engine.send(prompt)
+    [length] = map(len, spans)
+    assert length > 400 - ENDING
+
+
+def test_text_before_a_named_document_is_not_the_end_of_a_message():
+    engine, document = Engine(), text(300)
+    for _ in range(2):
+        named = Span(320, 420)
+        spans, _ = engine.send([*text(20), *document, *text(100), *text(5)], [named])
+    assert spans[-1].end == 320
+
+
 # --- what the prefix cache has
 
 
@@ -158,7 +199,7 @@ def test_what_is_named_already_is_no_run():
     engine, documents = Engine(), [text(200), text(200)]
     for _ in range(4):
         left = text(20)
-        prompt = [*left, *joined(documents), 5]
+        prompt = [*left, *joined(documents), *text(20), 5]
         named = Span(20, 220)
         spans, reused = engine.send(prompt, [named])
         assert all(span.start >= named.end for span in spans)

@@ -12,6 +12,8 @@ REACH = 4
 """Number of tokens on either side that a cut depends on. Two cuts are more than this many tokens apart."""
 MAX_SEGMENT = 32
 """Maximum length of a segment, in tokens. Longer ones are split: one repeated token has no cuts of its own."""
+ENDING = 32
+"""Number of tokens at the end of a message that no new run contains. They are usually a question."""
 
 _FIRST, _SECOND, _MIX = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93))
 _SHIFT = np.uint64(32)
@@ -24,6 +26,9 @@ class Cuts(NamedTuple):
     edges: npt.NDArray[np.int64]
     """Start of each segment, then the prompt's length."""
     is_barrier: npt.NDArray[np.bool_]
+    limits: npt.NDArray[np.int64]
+    """For each segment, the position where new runs of its region have to end. A question may recur together with the
+    document before it. As a part of a run, it would not have seen the other documents."""
 
     def regions(self) -> list[Span]:
         """For each segment, the surrounding tokens up to the nearest barriers. For a barrier, the barrier itself."""
@@ -51,7 +56,7 @@ class Cutter:
         """The segments of a prompt. No run may contain a marker, a token of ``covered``, or the last token, which is
         left to prefill. Text between these that is too short for a run becomes part of the barrier. This bounds the
         number of segments to about a fifth of the number of tokens, whatever clients send."""
-        starts, stops = self._regions(tokens, covered)
+        starts, stops, limits = self._regions(tokens, covered)
         ends = np.array([0, len(tokens)])
         edges = np.sort(np.concatenate((ends, starts, stops, _chosen(tokens, starts, stops))))
         edges = edges[np.concatenate(([True], edges[1:] > edges[:-1]))]
@@ -62,21 +67,25 @@ class Cutter:
             more = [np.arange(edges[index] + MAX_SEGMENT, edges[index + 1], MAX_SEGMENT) for index in long.tolist()]
             is_barrier = np.insert(is_barrier, np.repeat(long, [len(each) for each in more]), values=False)
             edges = np.sort(np.concatenate((edges, *more)))
-        return Cuts(edges, is_barrier)
+        region = starts.searchsorted(edges[:-1], side="right") - 1
+        return Cuts(edges, is_barrier, limits[region] if len(limits) else np.zeros(len(region), np.int64))
 
     def _regions(
         self, tokens: npt.NDArray[np.int64], covered: Sequence[Span]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Starts and ends of the ranges that may contain runs, ascending."""
-        is_free = np.zeros(len(tokens) + 2, np.bool_)  # with a border on either side
-        np.logical_not(self._is_marker.take(tokens, mode="clip"), out=is_free[1:-1])
-        is_free[-2] = False
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Starts and ends of the ranges that may contain runs, and where new runs in them have to end; ascending."""
+        is_text = np.zeros(len(tokens) + 2, np.bool_)  # with a border on either side
+        np.logical_not(self._is_marker.take(tokens, mode="clip"), out=is_text[1:-1])
+        is_text[-2] = False
+        is_free = is_text.copy()
         for span in covered:
             is_free[span.start + 1 : span.end + 1] = False
         borders = np.flatnonzero(is_free[1:] != is_free[:-1])
         starts, stops = borders[::2], borders[1::2]
         long = stops - starts >= self._shortest
-        return starts[long], stops[long]
+        starts, stops = starts[long], stops[long]
+        is_ending = ~is_text[stops + 1]  # text before a covered span is in the middle of a message
+        return starts, stops, stops - ENDING * is_ending
 
 
 def _chosen(

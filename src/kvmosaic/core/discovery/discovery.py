@@ -77,6 +77,8 @@ class Discovery:
                 at += 1
             if reached > start:  # by a run of the previous stretch
                 begin = bisect_left(segments.edges, reached)
+            limit = max([segments.limits[end - 1], *(place.end for place in inside[-1:])])
+            end = min(end, bisect_right(segments.edges, limit) - 1)
             settled = self._settle(segments, begin, end, inside)
             chunks += settled
             reached = max(reached, *(place.end for place in (*settled, *inside)), 0)

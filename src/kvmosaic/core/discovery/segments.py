@@ -25,6 +25,8 @@ class Segments:
     """Start of each segment, then the prompt's length."""
     regions: list[Span]
     """For each segment, the surrounding tokens up to the nearest barriers. For a barrier, the barrier itself."""
+    limits: list[int]
+    """For each segment, the position where new runs of its region have to end."""
     hashes: npt.NDArray[np.uint64]
     """Hash of each segment's tokens; 0 for barriers, which are equal to nothing."""
     prefixes: npt.NDArray[np.uint64]
@@ -78,7 +80,8 @@ class SegmentHasher:
         hashes = _joined((sums[:, 1:] + prime - sums[:, :-1]) % prime * inverses % prime, number)
         hashes[cuts.is_barrier] = 0
         prefixes = _joined(sums[:, 1:], number)
-        return Segments(cuts.edges.tolist(), cuts.regions(), hashes, prefixes, totals, self._inverses, number)
+        edges, regions, limits = cuts.edges.tolist(), cuts.regions(), cuts.limits.tolist()
+        return Segments(edges, regions, limits, hashes, prefixes, totals, self._inverses, number)
 
     def _grow(self) -> None:
         """Double the number of powers."""

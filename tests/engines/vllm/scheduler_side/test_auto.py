@@ -31,7 +31,7 @@ def test_from_the_third_prompt_on_documents_are_reused():
     orders = [(0, 1), (1, 0), (1, 0), (0, 1)]
     found = []
     for number, order in enumerate(orders):
-        request = ask(side, number, words(20), *(documents[index] for index in order), words(10))
+        request = ask(side, number, words(20), *(documents[index] for index in order), words(40))
         found.append(chunks(side, request))
         for chunk in found[-1]:
             side.store(chunk)
@@ -117,7 +117,7 @@ def test_salts_and_turns():
         request = ask(side, number, words(20), document, words(10), cache_salt=f"user {number}")
         assert chunks(side, request) == []
     for number in range(10, 13):
-        request = ask(side, number, words(20), document[:100], [MARKER], document[100:], words(10))
+        request = ask(side, number, words(20), document, [MARKER], document[::-1], words(10))
     ours = side.ours(request)
     assert len(ours.prompt.chunks) == 2
     assert all(MARKER not in chunk for chunk in chunks(side, request))
@@ -139,7 +139,7 @@ class Pair:
 
     def __init__(self, *, salt=None, system=None, **settings):
         self.side, self.salt, self.system = Side(**AUTO, **settings), salt, system
-        self.documents, self.number = [words(200), words(200)], 0
+        self.documents, self.number = [words(230), words(230)], 0
         for order in ((0, 1), (1, 0), *[(0, 1)] * 9):
             request = self.ask(order)
             runs = self.side.scheduler._planner._discovery._runs._runs.values()
