@@ -24,6 +24,7 @@ from kvmosaic.store import (
     MissReason,
     Tier,
     open_store,
+    writer,
 )
 
 ONE = make_entry(0).nbytes
@@ -250,6 +251,49 @@ def test_a_full_queue_makes_nobody_wait() -> None:
     assert len(slow.entries) == 5
     there = [store.contains(make_entry(number).key) for number in range(10)]
     assert there.count(True) == 5
+
+
+def test_a_last_copy_that_is_evicted_while_the_queue_is_full_is_counted() -> None:
+    slow = SlowTier()
+    store = ChunkStorageManager([HostTier(2 * ONE), slow])
+    store._stack.writer._max_bytes = ONE
+    slow.gate.set()
+    slow.error = OSError(28, "No space left on device")
+    assert all(store.put(make_entry(number)) for number in range(2))
+    store.flush()
+    slow.error = None
+    slow.gate.clear()
+    assert all(store.put(make_entry(number)) for number in range(2, 4))
+    stats = store.get_stats()
+    assert (stats["write_errors"], stats["demotions"], stats["dropped_writes"]) == (2, 1, 1)
+    slow.gate.set()
+    store.flush()
+    assert set(slow.entries) == {make_entry(number).key for number in (0, 2, 3)}
+
+
+def test_what_is_queued_when_memory_is_emptied_has_to_fit_into_the_queue() -> None:
+    slow = SlowTier()
+    store = ChunkStorageManager([HostTier(PLENTY), slow])
+    store._stack.writer._max_bytes = 2 * ONE
+    assert all(store.put(make_entry(number)) for number in range(5))
+    store.empty_memory()
+    assert store.get_stats()["dropped_writes"] == 3
+    slow.gate.set()
+    store.flush()
+    assert len(slow.entries) == 2
+
+
+def test_what_is_not_written_before_the_end_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer, "PATIENCE_S", 0.1)
+    slow = SlowTier()
+    store = ChunkStorageManager([HostTier(PLENTY), slow])
+    assert all(store.put(make_entry(number)) for number in range(3))
+    store.close()
+    assert store.get_stats()["dropped_writes"] == 3
+    assert "3 entries could not be written" in caplog.text
+    slow.gate.set()
 
 
 @pytest.mark.parametrize("is_far", [False, True])

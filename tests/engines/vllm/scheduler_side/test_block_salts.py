@@ -203,6 +203,38 @@ def test_blocks_of_a_chunk_that_is_cut_are_good_for_all_of_it_alone():
         assert (both[0][1] == both[1][1]) is (both[0][2] == both[1][2]) is is_shared
 
 
+@pytest.mark.parametrize("params", PARAMS, ids=lambda params: params.get("policy", "ratio-0"))
+def test_what_is_chosen_by_the_end_of_a_chunk_is_shared_only_with_that_end(params):
+    other = [*FIRST[:-1], 499]
+    both = [
+        conversation_hashes([*SYSTEM, *chunk, *QUESTION], [(20, 60)], **params)[FIRST_SALTED:3]
+        for chunk in (FIRST, other)
+    ]
+    is_chosen_by_content = params.get("policy") == "composite"
+    assert (both[0] == both[1]) is not is_chosen_by_content
+    assert bool(set(both[0]) & set(both[1])) is not is_chosen_by_content
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=lambda params: params.get("policy", "ratio-0"))
+@pytest.mark.parametrize("chunk", [text(2, 40), [*text(2, 20), 7, 8, *text(3, 20)]], ids=["inside", "over a turn"])
+def test_a_turn_shares_its_chunks_only_with_its_question_where_they_are_chosen_by_it(params, chunk):
+    """A chunk that crosses turns, which only positions can name, belongs to the last of them. What comes after a turn
+    changes none of its hashes."""
+    before = [*SYSTEM, *FIRST, *QUESTION, 7, 8]
+    boundaries = [(20, 60), (len(before), len(before) + len(chunk))]
+    both = [
+        conversation_hashes([*before, *chunk, *question, 7, 8], boundaries, **params)
+        for question in (text(92, 30), text(93, 30))
+    ]
+    first, question = len(before) // fakes.BLOCK, (len(before) + len(chunk)) // fakes.BLOCK
+    later = [*before, *chunk, *text(92, 30), 7, 8, *text(94, 30), 7, 8]
+    assert conversation_hashes(later, boundaries, **params)[: len(both[0])] == both[0]
+    assert both[0][:first] == both[1][:first]
+    assert not set(both[0][question:]) & set(both[1][question:])
+    is_chosen_by_content = params.get("policy") == "composite"
+    assert bool(set(both[0][first:question]) & set(both[1][first:question])) is not is_chosen_by_content
+
+
 @pytest.mark.parametrize(("ratio", "is_findable"), [(0.0, True), (0.5, False)])
 def test_blocks_before_another_question_are_shared_where_nothing_is_chosen_by_it(ratio, is_findable):
     both = [
@@ -248,6 +280,7 @@ def test_a_request_that_is_served_plainly_shares_no_blocks_that_may_be_cut(monke
     assert all(shared) is (tail is None)
     if tail is not None:
         first = 0 if fails else len(SYSTEM) // fakes.BLOCK
+        assert all(each.endswith(HIDDEN) for each in request.block_hashes[first:])
         assert shared == [True] * first + [False] * (len(shared) - first)
     for each in (request, other):
         each.append_output_token_ids(list(range(60)))
