@@ -75,7 +75,8 @@ class Reference:
             is_late, is_fresh, done = is_computed & (early < 0), ~_inside(spans, length), 0
             for start in np.unique(early[early >= 0]).tolist():
                 end = np.flatnonzero(early == start)[-1] + 1
-                for mask, first, stop in ((is_late, done, start), (is_fresh, start, end)):
+                # A chunk that was missing then may be stored by now, and placed behind what the prefix cache has of it.
+                for mask, first, stop in ((is_late, done, start), (is_fresh | (early == start), start, end)):
                     positions = first + np.flatnonzero(mask[first:stop])
                     if len(positions):
                         llm.engine.forward(
@@ -131,14 +132,16 @@ def _inside(spans: Sequence[Span], length: int) -> np.ndarray:
 def _is_unclear(answer: Answer, begun: Begun) -> bool:
     """Whether tokens have seen a chunk before a policy chose tokens, of which nothing is left to tell whether the
     chunk was reused then."""
-    is_early = begun.early >= 0
-    if not is_early.any():
-        return False
-    first, last = begun.early[is_early].min(), np.flatnonzero(is_early)[-1]
-    return any(
-        first < span.end <= last and not (begun.reused | is_early)[span.start : span.end].any()
-        for span in _prompt(answer).chunks
-    )
+    starts = np.unique(begun.early[begun.early >= 0]).tolist()
+    for start, following in zip(starts, [*starts[1:], len(begun.early)], strict=True):
+        is_early = begun.early == start
+        last = np.flatnonzero(is_early)[-1]
+        is_told = begun.reused | is_early
+        for span in _prompt(answer).chunks:
+            part = range(max(span.start, start), min(span.end, following))
+            if part and part[0] <= last and not is_told[part.start : part.stop].any():
+                return True
+    return False
 
 
 def _shares(answer: Answer, mask: np.ndarray) -> str:
