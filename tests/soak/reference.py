@@ -6,6 +6,7 @@ embedded engine computes these chunks alone, moves them into place, and computes
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ class Reference:
             is_late, is_fresh, done = is_computed & (early < 0), ~_inside(spans, length), 0
             for start in np.unique(early[early >= 0]).tolist():
                 end = np.flatnonzero(early == start)[-1] + 1
-                # A chunk that was missing then may be stored by now, and placed behind what the prefix cache has of it.
+                # A chunk that was missing then may be stored now, and placed behind what the prefix cache has of it.
                 for mask, first, stop in ((is_late, done, start), (is_fresh | (early == start), start, end)):
                     positions = first + np.flatnonzero(mask[first:stop])
                     if len(positions):
@@ -133,7 +134,7 @@ def _is_unclear(answer: Answer, begun: Begun) -> bool:
     """Whether tokens have seen a chunk before a policy chose tokens, of which nothing is left to tell whether the
     chunk was reused then."""
     starts = np.unique(begun.early[begun.early >= 0]).tolist()
-    for start, following in zip(starts, [*starts[1:], len(begun.early)], strict=True):
+    for start, following in pairwise([*starts, len(begun.early)]):
         is_early = begun.early == start
         last = np.flatnonzero(is_early)[-1]
         is_told = begun.reused | is_early
