@@ -15,6 +15,8 @@ def prepare() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # It keeps compiled code for each number of tokens, up to 1,024 of them, which would look like a leak.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
     os.environ.setdefault("KVMOSAIC_PROFILES_DIR", tempfile.mkdtemp(prefix="kvmosaic-no-profiles-"))
 
 
