@@ -113,7 +113,7 @@ def test_what_takes_longer_than_that_share_of_a_step_is_loaded_in_slices_while_o
     side.give(request, 100)
     work = side.run()
     assert (work.loads[0].is_sliced, work.slice_tokens) == (slice_tokens > 0, slice_tokens)
-    assert not work.loads[0].fill  # chunks that are lost by then are computed as text
+    assert work.loads[0].fill is not work.loads[0].is_sliced  # lost chunks are not filled in one go
 
 
 @pytest.mark.parametrize(("seconds", "is_long"), [(0.0, False), (9.0, True)])
