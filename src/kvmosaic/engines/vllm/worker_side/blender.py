@@ -81,14 +81,14 @@ class Blender:
     def choose(self, blend: Blend) -> np.ndarray | None:
         """Positions to recompute, ``[tokens]``, ascending, from the load's start on. ``None`` if choosing failed on
         some rank; the KV of chunks is then undefined."""
-        load, probe, choice, needs_context = blend
+        load, probe, choice, _ = blend
         if not probe.chunk_tokens or load.ratio == 0:
             return np.empty(0, dtype=np.int64)
         if load.ratio == 1:
             chosen = probe.positions().numpy()
             return chosen[chosen >= load.start]
         if choice is None:
-            choice = self._ranks.together(lambda: self._ask(load, probe, needs_context), f"policy {load.policy}")
+            choice = self._ranks.together(lambda: self._ask(load, probe), f"policy {load.policy}")
             if choice is None:
                 return None
             choice = choice._replace(positions=self._ranks.first(choice.positions))
@@ -105,10 +105,9 @@ class Blender:
             self._remembered -= len(self._choices.pop(next(iter(self._choices))).positions)
         return choice.positions[choice.positions >= load.start]
 
-    def _ask(self, load: ChunkLoad, probe: VllmProbe, has_context: bool) -> _Choice:
+    def _ask(self, load: ChunkLoad, probe: VllmProbe) -> _Choice:
         policy = policy_named(load.policy)
         # The time of a choice that does not look at the prompt says nothing about those that do.
         with self._timer.stage("probe", load.prompt.question.start - load.start if policy.reads_content else 0):
             chosen = choose(policy, probe, load.ratio).positions
-        assert has_context or not probe.charged, "the policy probed without saying so"
         return _Choice(np.array(chosen, dtype=np.int32), probe.computed_layer)
