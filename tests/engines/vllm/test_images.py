@@ -164,6 +164,13 @@ def test_moved_keys_are_those_computed_at_the_new_place(llm, family, monkeypatch
     gap = TOKENS[family] - 5 if family in WITH_AXES else 0  # an image is 5 tokens wide
     assert [entry.lag for entry, _ in chunks] == [0, gap, gap]
     pictures = {places[1][0]: [image], places[5][0]: mixed}
+    layers = range(len(side.forward.kv))
+    # Read before later requests write to these blocks.
+    moved = {
+        (at, part): [rows.clone() for rows in side.paged.reused([(entry, at)], blocks, layers, part)]
+        for entry, at in chunks
+        for part in ("k", "v")
+    }
     for entry, at in chunks:
         behind, images = len(entry.context), None
         if at in pictures:
@@ -171,8 +178,7 @@ def test_moved_keys_are_those_computed_at_the_new_place(llm, family, monkeypatch
         run = Run([*entry.context, *entry.tokens], 0, side.forward.kv.free_blocks, 0, images)
         captured = side.forward.capture([run], shift=at - entry.lag - behind)
         for part, rows in zip(("k", "v"), captured, strict=True):
-            moved = side.paged.reused([(entry, at)], blocks, range(len(side.forward.kv)), part)
-            for layer, reused in enumerate(moved):
+            for layer, reused in enumerate(moved[at, part]):
                 computed = rows[layer, behind:].transpose(0, 1)
                 assert (reused - computed).abs().max() < 1e-4, (at, part, layer)
 

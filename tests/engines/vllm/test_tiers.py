@@ -243,7 +243,8 @@ def fail(*args):
 
 @pytest.mark.parametrize("policy", ["background", "fill-first"])
 def test_a_document_that_is_too_long_for_the_store_is_text_of_its_prompts(tiny_text, policy, monkeypatch):
-    llm = start(tiny_text, **OPTIONS | {"miss_policy": policy, "host_memory": "512KiB"})
+    small = {"host_memory": "512KiB", "chunk_cache_gpu_memory_fraction": 0.0}
+    llm = start(tiny_text, **OPTIONS | {"miss_policy": policy} | small)
     long = " ".join(DOCUMENTS * 3)
     short = DOCUMENTS[0]
     longest = worker_side().cache.max_stored_tokens

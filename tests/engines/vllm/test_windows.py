@@ -199,6 +199,7 @@ def test_a_policy_that_looks_inside_is_not_given_half_a_chunk(llm):
     assert output.kv_transfer_params.get("fallback_reason") != "window"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with steps in flight vLLM does not reset its cache")
 def test_a_preempted_request_leaves_no_half_part_to_others(llm):
     """It began behind complete blocks in vLLM's cache, and resumes when they are evicted. Then everything is loaded,
     without the beginnings of windows."""
