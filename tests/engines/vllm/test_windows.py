@@ -18,6 +18,7 @@ from tests.engines.vllm.helpers import (
     draw,
     exact,
     forget,
+    learn_nothing,
     measure_nothing,
     paged_caches,
     start,
@@ -48,6 +49,7 @@ def run(model: str | Path, seed: int, part: int, vocabulary: int, rounds: int, *
         return [chance.randrange(10, vocabulary) for _ in range(count)]
 
     llm = start(model, prefix_blocks=True, miss_policy="fill-first", max_model_len=4 * part, **settings)
+    llm.llm_engine.collective_rpc(learn_nothing)
     outputs, branches = [], []
 
     def said(tokens, **params):
