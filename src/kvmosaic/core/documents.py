@@ -24,6 +24,9 @@ MAX_EDGE = 1024
 """Maximum distance of these word ends from either end of a document, in characters."""
 
 _WORD_END = re.compile(r"[^\W_](?=[\W_])")
+_LAST_WORD_END = re.compile(r".*[^\W_](?=[\W_])", re.DOTALL)
+_LAST_WORDS = 64
+"""Number of characters at the end of a document that usually contain its last word end."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,18 @@ class Found:
 class _Name(Needle):
     """A document in one of the forms that a prompt may contain."""
 
-    __slots__ = ("is_ascii", "text")
+    __slots__ = ("indices", "is_ascii", "is_found", "plain", "text")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, plain: "_Name | None" = None) -> None:
+        """``plain``: the document as it is named, if ``text`` is another form of it."""
         super().__init__(text)
         self.text = text
         self.is_ascii = len(self.bytes) == len(text)
+        self.plain = plain or self
+        self.indices: list[int] = []
+        """Where the request names this text. Only plain forms have indices."""
+        self.is_found = False
+        """Whether any form was found. Only plain forms know."""
 
     def first_edge(self) -> int:
         """Byte offset of the first word end inside the text, or 0."""
@@ -53,9 +62,8 @@ class _Name(Needle):
 
     def last_edge(self) -> int:
         """Byte offset of the last word end inside the text, or 0."""
-        if self.is_ascii and self.text[-2].isalnum() and not self.text[-1].isalnum():
-            return len(self.text) - 1
-        return next(self.last_edges(), 0)
+        match = _LAST_WORD_END.match(self.text, max(0, len(self.text) - _LAST_WORDS))
+        return next(self.last_edges(), 0) if match is None else self._offset(match.end())
 
     def first_edges(self) -> Iterator[int]:
         """Byte offsets of word ends inside the text, ascending: after a letter or digit, before anything else."""
@@ -75,7 +83,7 @@ class _Name(Needle):
         """Byte offset of character ``at``, which is near the beginning or the end."""
         if self.is_ascii:
             return at
-        if at <= MAX_EDGE:
+        if 2 * at <= len(self.text):
             return len(self.text[:at].encode(errors="surrogatepass"))
         return len(self.bytes) - len(self.text[at:].encode(errors="surrogatepass"))
 
@@ -100,39 +108,50 @@ def find_documents(
     the search for that document stops early and the document counts as absent. If it resembles one of ``seams`` so,
     all documents count as absent, because any of them might be found over a question.
     """
-    indices: dict[str, list[int]] = {}
     beyond: list[int] = []
     names: dict[str, _Name] = {}
     size = min(len(prompt.bytes), TOKEN_BYTES * len(prompt.starts))
     room = MAX_NAMED * size
     for index, document in enumerate(documents):
-        text = document.strip()
         room -= len(document)
-        if room >= 0 and text not in names:  # a text that is too long is not encoded
-            names[text] = _Name(text)
-        if room >= 0:
-            room -= len(names[text].bytes) - len(text)
+        if room < 0:  # a text that is too long is not encoded
+            beyond.append(index)
+            continue
+        text = document.strip()
+        name = names.get(text) or names.setdefault(text, _Name(text))
+        room -= len(name.bytes) - len(text)
         if room < 0:
             beyond.append(index)
         else:
-            indices.setdefault(text, []).append(index)
-    wanted = [(text, names[text]) for text in indices if len(text) <= len(prompt.bytes)]
-    if b"\\" in prompt.bytes:  # JSON needs it for all that it changes
-        wanted += [(text, _Name(new)) for text, _ in wanted for new in spellings(text)[1:]]
+            name.indices.append(index)
     asked = seam_needles(seams, normalize)
     questions = Questions(prompt.bytes, occurrences(prompt.bytes, asked, size))
     if not all(needle.is_known for needle in asked):
         return Found((), tuple(range(len(documents))))
-    found = occurrences(prompt.bytes, [name for _, name in wanted], size)
-    places = _names_among(found, questions)
-    _drop(indices, wanted, places)
-    if indices:
-        # A normalised prompt has all texts normalised. JSON and plain text may be in one prompt: a quotation of a
-        # tool's result must not hide the result itself.
-        rest = [(text, normalize(text)) for text in indices if len(text) <= len(prompt.bytes)]
-        wanted = [(text, _Name(new)) for text, new in rest if new != text]
-        places += _names_among(occurrences(prompt.bytes, [name for _, name in wanted], size), questions)
-        _drop(indices, wanted, places)
+
+    def search(wanted: list[_Name]) -> list[tuple[int, _Name]]:
+        """Where texts are in which no question begins."""
+        places = [
+            (at, name)
+            for at, name in occurrences(prompt.bytes, wanted, size)
+            if questions.are_apart_from(at, at + len(name.bytes))
+        ]
+        for _, name in places:
+            name.plain.is_found = True
+        return places
+
+    plain = [name for name in names.values() if name.indices]
+    escaped: list[_Name] = []
+    if b"\\" in prompt.bytes:  # JSON needs it for all that it changes
+        short = [name for name in plain if len(name.text) <= len(prompt.bytes)]
+        escaped = [_Name(new, name) for name in short for new in spellings(name.text)[1:]]
+    places = search(plain + escaped)
+    # A normalised prompt has all texts normalised. JSON and plain text may be in one prompt: a quotation of a tool's
+    # result must not hide the result itself.
+    missing = [name for name in plain if not name.is_found and len(name.text) <= len(prompt.bytes)]
+    if missing:
+        forms = [(name, normalize(name.text)) for name in missing]
+        places += search([_Name(new, name) for name, new in forms if new != name.text])
     places.sort(key=lambda place: (place[0], -len(place[1].bytes)))
     apart: list[tuple[int, _Name]] = []
     end = 0
@@ -140,27 +159,8 @@ def find_documents(
         if at >= end:
             end = at + len(name.bytes)
             apart.append((at, name))
-    absent = sorted([*beyond, *(index for each in indices.values() for index in each)])
-    return Found(tuple(_cores(prompt, apart)), tuple(absent))
-
-
-def _names_among(found: Sequence[tuple[int, Needle]], questions: Questions) -> list[tuple[int, _Name]]:
-    """The documents that were found, except those in which a question begins."""
-    return [
-        (at, name)
-        for at, name in found
-        if isinstance(name, _Name) and questions.are_apart_from(at, at + len(name.bytes))
-    ]
-
-
-def _drop(
-    indices: dict[str, list[int]], wanted: Sequence[tuple[str, _Name]], places: Sequence[tuple[int, _Name]]
-) -> None:
-    """Remove the texts from ``indices`` of which a form was found."""
-    found = {id(name) for _, name in places}
-    for text, name in wanted:
-        if id(name) in found:
-            indices.pop(text, None)
+    absent = [index for name in plain if not name.is_found for index in name.indices]
+    return Found(tuple(_cores(prompt, apart)), tuple(sorted(beyond + absent)))
 
 
 def spellings(text: str) -> tuple[str, ...]:

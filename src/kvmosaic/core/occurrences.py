@@ -1,6 +1,7 @@
 """Finds texts in another one: all at once, in linear time."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,8 +16,10 @@ RARE = 4
 """Maximum number of compared windows of the text that a rare place may match."""
 MAX_WORK = 8
 """Comparison budget, per byte of both texts."""
-COMPARISON = 64
-"""Number of bytes that are compared first, and the cost of that comparison."""
+COMPARISON = 32
+"""Cost of the comparison of a window or a head, in bytes."""
+HEAD = 64
+"""Number of bytes of a needle that are compared before all others."""
 
 _BITS = 16
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -29,9 +32,9 @@ class Needle:
 
     def __init__(self, text: str) -> None:
         self.bytes = text.encode(errors="surrogatepass")
-        self.head = self.bytes[:COMPARISON]
+        self.head = self.bytes[:HEAD]
         self.work = 0
-        """Remaining comparison budget; negative if the search stopped early."""
+        """Remaining comparison budget; negative if the search was given up."""
 
     @property
     def is_known(self) -> bool:
@@ -39,7 +42,10 @@ class Needle:
         return self.work >= 0
 
 
-def occurrences(text: bytes, needles: Sequence[Needle], size: int) -> list[tuple[int, Needle]]:
+AnyNeedle = TypeVar("AnyNeedle", bound=Needle)
+
+
+def occurrences(text: bytes, needles: Sequence[AnyNeedle], size: int) -> list[tuple[int, AnyNeedle]]:
     """Occurrences of ``needles`` in ``text``, with their byte offsets. Needles of fewer than :data:`WINDOW` bytes are
     not found. ``size``: number of bytes that ``text`` counts as. If ``text`` resembles a needle almost everywhere,
     the search for that needle stops early."""
@@ -57,11 +63,12 @@ def occurrences(text: bytes, needles: Sequence[Needle], size: int) -> list[tuple
     return places
 
 
-def _find(text: bytes, needles: Sequence[Needle], size: int, stride: int) -> list[tuple[int, Needle]]:
+def _find(text: bytes, needles: Sequence[AnyNeedle], size: int, stride: int) -> list[tuple[int, AnyNeedle]]:
     """Occurrences of ``needles``. Compares every ``stride``-th window of ``text`` with ``stride`` consecutive windows
     of each needle, one of which is among those of the text."""
-    windows = _windows(text)[::stride]
-    slots = _slots(windows)
+    windows = _windows(text)
+    compared = windows[::stride]
+    slots = _slots(compared)
     anchors = _Anchors(needles, stride)
     candidates = anchors.candidates(slots)
     if len(candidates) > RARE * len(needles) + len(slots) // 64:
@@ -69,28 +76,22 @@ def _find(text: bytes, needles: Sequence[Needle], size: int, stride: int) -> lis
         candidates = anchors.candidates(slots)
     is_cut = len(candidates) > size
     candidates = candidates[:size]
-    wanted = windows[candidates]
-    values, owners, offsets = anchors.ascending()
-    ranges = values.searchsorted(wanted), values.searchsorted(wanted, side="right")
+    budgets = np.fromiter((needle.work // COMPARISON for needle in needles), np.int64, len(needles))
+    places, owners, common = anchors.matches(candidates * stride, compared[candidates], budgets)
+    for index in common:
+        needles[index].work = -1
+    # Most places that are no occurrence differ in the first window. For negative places, which are before the text,
+    # NumPy reads a window at its end.
+    is_alike = (windows[places] == anchors.heads[owners]) & (places >= 0)
     found = []
-    alike: dict[int, list[tuple[Needle, int]]] = {}
-    """By the first of equal windows of anchors: needles with such a window, and its offset in each."""
-    for place, first, last in zip((candidates * stride).tolist(), *(part.tolist() for part in ranges), strict=True):
-        if first == last:
-            continue
-        if first not in alike:
-            alike[first] = [(needles[owners[index]], offsets[index]) for index in range(first, last)]
-        is_over = False
-        for needle, offset in alike[first]:
-            at = place - offset
+    for place, owner in zip(places[is_alike].tolist(), owners[is_alike].tolist(), strict=True):
+        needle = needles[owner]
+        if needle.work >= 0:
             needle.work -= COMPARISON
-            if at >= 0 and text.startswith(needle.head, at):
+            if text.startswith(needle.head, place):
                 needle.work -= len(needle.bytes)
-                if text.startswith(needle.bytes, at):
-                    found.append((at, needle))
-            is_over |= needle.work < 0
-        if is_over:
-            alike[first] = [each for each in alike[first] if each[0].work >= 0]
+                if text.startswith(needle.bytes, place):
+                    found.append((place, needle))
     if is_cut:
         for needle in needles:
             needle.work = -1
@@ -107,6 +108,8 @@ class _Anchors:
         self._starts = sizes.cumsum() - sizes
         self._room = sizes - (WINDOW + stride - 1)
         self._windows = _windows(b"".join([needle.bytes for needle in needles]))
+        self.heads = self._windows[self._starts]
+        """The first window of each needle."""
         self._owners = np.arange(len(needles))
         self._places = self._room // 2
         self._anchors = self._windows[(self._starts + self._places)[:, None] + self._steps]
@@ -131,12 +134,28 @@ class _Anchors:
         self._owners = np.flatnonzero(found)
         self._places, self._anchors = self._places[self._owners], self._anchors[self._owners]
 
-    def ascending(self) -> tuple[np.ndarray, list[int], list[int]]:
-        """The windows of all anchors, and for each the index of its needle and its offset there."""
-        windows = self._anchors.ravel()
-        order = windows.argsort()
+    def matches(
+        self, places: np.ndarray, windows: np.ndarray, budgets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Where needles begin whose anchors equal ``windows``, which are at ``places`` of the text; and for each the
+        index of its needle. Needles with more matches than their ``budgets`` are left out; the last result has their
+        indices."""
+        anchors = self._anchors.ravel()
+        order = anchors.argsort()
         rows = order // self._stride
-        return windows[order], self._owners[rows].tolist(), (self._places[rows] + order % self._stride).tolist()
+        anchors, owners, offsets = anchors[order], self._owners[rows], self._places[rows] + order % self._stride
+        # The anchors that are equal to each window are consecutive.
+        firsts, lasts = anchors.searchsorted(windows), anchors.searchsorted(windows, side="right")
+        size = len(anchors) + 1
+        uses = (np.bincount(firsts, minlength=size) - np.bincount(lasts, minlength=size)).cumsum()[:-1]
+        common = np.bincount(owners, uses, len(budgets)) > budgets
+        if common.any():
+            is_kept = ~common[owners]
+            anchors, owners, offsets = anchors[is_kept], owners[is_kept], offsets[is_kept]
+            firsts, lasts = anchors.searchsorted(windows), anchors.searchsorted(windows, side="right")
+        counts = lasts - firsts
+        equal = np.arange(counts.sum()) + (firsts - counts.cumsum() + counts).repeat(counts)
+        return places.repeat(counts) - offsets[equal], owners[equal], np.flatnonzero(common).tolist()
 
 
 def _windows(text: bytes) -> np.ndarray:

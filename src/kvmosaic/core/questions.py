@@ -63,10 +63,9 @@ class SeamNeedle(Needle):
 class Questions:
     """The beginnings of questions in a prompt."""
 
-    def __init__(self, text: bytes, found: Sequence[tuple[int, Needle]]) -> None:
-        """``found``: occurrences in ``text``, of seams and of other texts."""
-        starts = {each.question_at(text, at) for at, each in found if isinstance(each, SeamNeedle)}
-        self._starts = sorted(starts)
+    def __init__(self, text: bytes, found: Sequence[tuple[int, SeamNeedle]]) -> None:
+        """``found``: occurrences in ``text``."""
+        self._starts = sorted({seam.question_at(text, at) for at, seam in found})
 
     def are_apart_from(self, start: int, end: int) -> bool:
         """Whether no question begins inside these bytes. A question at their start is a repeated document."""
