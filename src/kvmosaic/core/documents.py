@@ -62,7 +62,10 @@ class _Name(Needle):
 
     def last_edge(self) -> int:
         """Byte offset of the last word end inside the text, or 0."""
-        match = _LAST_WORD_END.match(self.text, max(0, len(self.text) - _LAST_WORDS))
+        text = self.text
+        if text[-2:-1].isalnum() and not text[-1].isalnum():  # most texts end with a full stop
+            return self._offset(len(text) - 1)
+        match = _LAST_WORD_END.match(text, max(0, len(text) - _LAST_WORDS))
         return next(self.last_edges(), 0) if match is None else self._offset(match.end())
 
     def first_edges(self) -> Iterator[int]:
@@ -131,11 +134,9 @@ def find_documents(
 
     def search(wanted: list[_Name]) -> list[tuple[int, _Name]]:
         """Where texts are in which no question begins."""
-        places = [
-            (at, name)
-            for at, name in occurrences(prompt.bytes, wanted, size)
-            if questions.are_apart_from(at, at + len(name.bytes))
-        ]
+        places = occurrences(prompt.bytes, wanted, size)
+        if asked:
+            places = [place for place in places if questions.are_apart_from(place[0], place[0] + len(place[1].bytes))]
         for _, name in places:
             name.plain.is_found = True
         return places
