@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from json.encoder import encode_basestring, encode_basestring_ascii
 
@@ -22,11 +23,12 @@ MAX_EDGES = 16
 """Maximum number of word ends that are tried at either end of a document."""
 MAX_EDGE = 1024
 """Maximum distance of these word ends from either end of a document, in characters."""
+MAX_KNOWN_TEXTS = 2048
+"""Number of documents whose word ends are remembered: most documents come back."""
+MAX_KNOWN = 4096
+"""Maximum length of such a document, in characters. Longer ones take little time for their size."""
 
 _WORD_END = re.compile(r"[^\W_](?=[\W_])")
-_LAST_WORD_END = re.compile(r".*[^\W_](?=[\W_])", re.DOTALL)
-_LAST_WORDS = 64
-"""Number of characters at the end of a document that usually contain its last word end."""
 
 
 @dataclass(frozen=True)
@@ -42,53 +44,56 @@ class Found:
 class _Name(Needle):
     """A document in one of the forms that a prompt may contain."""
 
-    __slots__ = ("indices", "is_ascii", "is_found", "plain", "text")
+    __slots__ = ("indices", "is_found", "plain", "text")
 
     def __init__(self, text: str, plain: "_Name | None" = None) -> None:
         """``plain``: the document as it is named, if ``text`` is another form of it."""
         super().__init__(text)
         self.text = text
-        self.is_ascii = len(self.bytes) == len(text)
         self.plain = plain or self
         self.indices: list[int] = []
         """Where the request names this text. Only plain forms have indices."""
         self.is_found = False
         """Whether any form was found. Only plain forms know."""
 
-    def first_edge(self) -> int:
-        """Byte offset of the first word end inside the text, or 0."""
-        match = _WORD_END.search(self.text, 0, MAX_EDGE)
-        return 0 if match is None else self._offset(match.end())
-
-    def last_edge(self) -> int:
-        """Byte offset of the last word end inside the text, or 0."""
-        text = self.text
-        if text[-2:-1].isalnum() and not text[-1].isalnum():  # most texts end with a full stop
-            return self._offset(len(text) - 1)
-        match = _LAST_WORD_END.match(text, max(0, len(text) - _LAST_WORDS))
-        return next(self.last_edges(), 0) if match is None else self._offset(match.end())
+    def edges(self) -> tuple[int, int]:
+        """Byte offsets of the first and the last word end inside the text; 0 if there is none."""
+        edges = _known_edges if len(self.text) <= MAX_KNOWN else _edges
+        return edges(self.text, len(self.bytes))
 
     def first_edges(self) -> Iterator[int]:
         """Byte offsets of word ends inside the text, ascending: after a letter or digit, before anything else."""
         for match in _WORD_END.finditer(self.text, 0, MAX_EDGE):
-            yield self._offset(match.end())
+            yield _offset(self.text, match.end(), len(self.bytes))
 
     def last_edges(self) -> Iterator[int]:
         """Byte offsets of word ends inside the text, from the last one backwards."""
-        text = self.text
-        is_in_word = text[-1].isalnum()
-        for at in range(len(text) - 1, max(0, len(text) - MAX_EDGE), -1):
-            was_in_word, is_in_word = is_in_word, text[at - 1].isalnum()
-            if is_in_word and not was_in_word:
-                yield self._offset(at)
+        return _last_edges(self.text, len(self.bytes))
 
-    def _offset(self, at: int) -> int:
-        """Byte offset of character ``at``, which is near the beginning or the end."""
-        if self.is_ascii:
-            return at
-        if 2 * at <= len(self.text):
-            return len(self.text[:at].encode(errors="surrogatepass"))
-        return len(self.bytes) - len(self.text[at:].encode(errors="surrogatepass"))
+
+def _edges(text: str, size: int) -> tuple[int, int]:
+    match = _WORD_END.search(text, 0, MAX_EDGE)
+    return 0 if match is None else _offset(text, match.end(), size), next(_last_edges(text, size), 0)
+
+
+_known_edges = lru_cache(MAX_KNOWN_TEXTS)(_edges)
+
+
+def _last_edges(text: str, size: int) -> Iterator[int]:
+    is_in_word = text[-1].isalnum()
+    for at in range(len(text) - 1, max(0, len(text) - MAX_EDGE), -1):
+        was_in_word, is_in_word = is_in_word, text[at - 1].isalnum()
+        if is_in_word and not was_in_word:
+            yield _offset(text, at, size)
+
+
+def _offset(text: str, at: int, size: int) -> int:
+    """Byte offset of character ``at`` of a text of ``size`` bytes, quickly if it is near the beginning or the end."""
+    if size == len(text):
+        return at
+    if 2 * at <= len(text):
+        return len(text[:at].encode(errors="surrogatepass"))
+    return size - len(text[at:].encode(errors="surrogatepass"))
 
 
 def find_documents(
@@ -176,8 +181,9 @@ def spellings(text: str) -> tuple[str, ...]:
 
 def _cores(prompt: PromptText, places: Sequence[tuple[int, _Name]]) -> list[Span]:
     """The tokens of documents between two word ends that are also token boundaries of the prompt."""
-    firsts = _tokens_at(prompt, [at + name.first_edge() for at, name in places])
-    lasts = _tokens_at(prompt, [at + name.last_edge() for at, name in places])
+    edges = [name.edges() for _, name in places]
+    firsts = _tokens_at(prompt, [at + first for (at, _), (first, _) in zip(places, edges, strict=True)])
+    lasts = _tokens_at(prompt, [at + last for (at, _), (_, last) in zip(places, edges, strict=True)])
     spans = []
     for (at, name), first, last in zip(places, firsts, lasts, strict=True):
         start = _first_token(prompt, at, name.first_edges()) if first < 0 else first

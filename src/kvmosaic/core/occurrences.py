@@ -1,6 +1,7 @@
 """Finds texts in another one: all at once, in linear time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -16,10 +17,10 @@ RARE = 4
 """Maximum number of compared windows of the text that a rare place may match."""
 MAX_WORK = 8
 """Comparison budget, per byte of both texts."""
-COMPARISON = 32
-"""Cost of the comparison of a window or a head, in bytes."""
-HEAD = 64
-"""Number of bytes of a needle that are compared before all others."""
+COMPARISON = 64
+"""Number of bytes that are compared first, and the cost of that comparison."""
+BLOCK = 2**20
+"""Maximum number of matching windows that are in memory at a time, except those of one window."""
 
 _BITS = 16
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -32,7 +33,7 @@ class Needle:
 
     def __init__(self, text: str) -> None:
         self.bytes = text.encode(errors="surrogatepass")
-        self.head = self.bytes[:HEAD]
+        self.head = self.bytes[:COMPARISON]
         self.work = 0
         """Remaining comparison budget; negative if the search was given up."""
 
@@ -76,22 +77,22 @@ def _find(text: bytes, needles: Sequence[AnyNeedle], size: int, stride: int) -> 
         candidates = anchors.candidates(slots)
     is_cut = len(candidates) > size
     candidates = candidates[:size]
-    budgets = np.fromiter((needle.work // COMPARISON for needle in needles), np.int64, len(needles))
-    places, owners, common = anchors.matches(candidates * stride, compared[candidates], budgets)
-    for index in common:
-        needles[index].work = -1
-    # Most places that are no occurrence differ in the first window. For negative places, which are before the text,
-    # NumPy reads a window at its end.
-    is_alike = (windows[places] == anchors.heads[owners]) & (places >= 0)
+    budgets = np.fromiter((needle.work // WINDOW for needle in needles), np.int64, len(needles))
     found = []
-    for place, owner in zip(places[is_alike].tolist(), owners[is_alike].tolist(), strict=True):
-        needle = needles[owner]
-        if needle.work >= 0:
-            needle.work -= COMPARISON
-            if text.startswith(needle.head, place):
-                needle.work -= len(needle.bytes)
-                if text.startswith(needle.bytes, place):
-                    found.append((place, needle))
+    for places, owners in anchors.matches(candidates * stride, compared[candidates], budgets):
+        # Most places that are no occurrence differ in the first window. For negative places, which are before the
+        # text, NumPy reads a window at its end.
+        is_alike = (windows[places] == anchors.heads[owners]) & (places >= 0)
+        for place, owner in zip(places[is_alike].tolist(), owners[is_alike].tolist(), strict=True):
+            needle = needles[owner]
+            if needle.work >= 0:
+                needle.work -= COMPARISON
+                if text.startswith(needle.head, place):
+                    needle.work -= len(needle.bytes)
+                    if text.startswith(needle.bytes, place):
+                        found.append((place, needle))
+    for index in anchors.common:
+        needles[index].work = -1
     if is_cut:
         for needle in needles:
             needle.work = -1
@@ -110,6 +111,8 @@ class _Anchors:
         self._windows = _windows(b"".join([needle.bytes for needle in needles]))
         self.heads = self._windows[self._starts]
         """The first window of each needle."""
+        self.common: list[int] = []
+        """Indices of the needles that had too many matches."""
         self._owners = np.arange(len(needles))
         self._places = self._room // 2
         self._anchors = self._windows[(self._starts + self._places)[:, None] + self._steps]
@@ -136,10 +139,9 @@ class _Anchors:
 
     def matches(
         self, places: np.ndarray, windows: np.ndarray, budgets: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Where needles begin whose anchors equal ``windows``, which are at ``places`` of the text; and for each the
-        index of its needle. Needles with more matches than their ``budgets`` are left out; the last result has their
-        indices."""
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Where needles begin whose anchors equal ``windows``, which are at ``places`` of the text, and for each the
+        index of its needle; in blocks. Needles with more matches than their ``budgets`` are left out."""
         anchors = self._anchors.ravel()
         order = anchors.argsort()
         rows = order // self._stride
@@ -148,14 +150,21 @@ class _Anchors:
         firsts, lasts = anchors.searchsorted(windows), anchors.searchsorted(windows, side="right")
         size = len(anchors) + 1
         uses = (np.bincount(firsts, minlength=size) - np.bincount(lasts, minlength=size)).cumsum()[:-1]
-        common = np.bincount(owners, uses, len(budgets)) > budgets
-        if common.any():
-            is_kept = ~common[owners]
+        is_common = np.bincount(owners, uses, len(budgets)) > budgets
+        if is_common.any():
+            self.common = np.flatnonzero(is_common).tolist()
+            is_kept = ~is_common[owners]
             anchors, owners, offsets = anchors[is_kept], owners[is_kept], offsets[is_kept]
             firsts, lasts = anchors.searchsorted(windows), anchors.searchsorted(windows, side="right")
         counts = lasts - firsts
-        equal = np.arange(counts.sum()) + (firsts - counts.cumsum() + counts).repeat(counts)
-        return places.repeat(counts) - offsets[equal], owners[equal], np.flatnonzero(common).tolist()
+        ends = counts.cumsum()
+        total = int(ends[-1]) if len(ends) else 0
+        cuts = [*ends.searchsorted(np.arange(0, total, BLOCK), side="right").tolist(), len(ends)]
+        for low, high in pairwise(cuts):
+            some = counts[low:high]
+            starts = firsts[low:high] - some.cumsum() + some
+            equal = np.arange(some.sum()) + starts.repeat(some)
+            yield places[low:high].repeat(some) - offsets[equal], owners[equal]
 
 
 def _windows(text: bytes) -> np.ndarray:
