@@ -130,7 +130,9 @@ def evaluate(
         with interruptible(), progress_bar(len(llms) * len(examples)) as steps:
             for llm, plan in zip(llms, plans, strict=True):
                 config = llm.config
-                steps.start(f"examples, entries {config.entry_dtype}, sink prefix {config.sink_prefix}"[:60])
+                sink = config.sink_prefix
+                sink = Path(sink).name if sink.startswith("learned:") else sink
+                steps.start(f"examples, entries {config.entry_dtype}, sink prefix {sink}"[:60])
                 own_folder = folder if output and len(llms) == 1 else folder / plan.digest
                 with WorkFile(own_folder, plan.digest) as work:
                     evaluate(llm, plan, work, lambda _: steps.done())

@@ -5,6 +5,7 @@ import json
 
 import httpx
 
+from kvmosaic.engines.vllm.http.answer import header_value
 from kvmosaic.engines.vllm.http.report import ReportNote, keep_report
 from tests.engines.vllm.http.application import CHAT, ONE, REPORT, chat, client_of, output, parameters
 
@@ -24,6 +25,10 @@ def test_a_report_comes_as_a_header():
         }
         sent = json.loads(client.app.state.bodies[-1])["kv_transfer_params"]
         assert sent == {"documents": [ONE], "report": True}
+
+
+def test_recomputed_tokens_are_counted_in_the_header():
+    assert json.loads(header_value({"mode": "reuse", "recomputed": [[3, 9], [20, 21]]}))["recomputed"] == 7
 
 
 def test_the_header_alone_adds_a_parameter():

@@ -42,14 +42,16 @@ class AnswerWithReport:
 
 
 def header_value(report: Mapping[str, Any]) -> bytes:
-    """The report as compact JSON that is short enough for a header: chunks become counts by status, other lists
-    become their lengths."""
+    """The report as compact JSON that is short enough for a header: chunks become counts by status, recomputed tokens
+    their number, other lists their lengths."""
     return _json({name: _shortened(name, value) for name, value in report.items()})
 
 
 def _shortened(name: str, value: Any) -> Any:
     if name == "chunks":
         return Counter(chunk["status"] for chunk in value)
+    if name == "recomputed":
+        return sum(end - start for start, end in value)
     if isinstance(value, (list, tuple, dict)):
         return len(value)
     return value[:MAX_HEADER_TEXT] if isinstance(value, str) else value

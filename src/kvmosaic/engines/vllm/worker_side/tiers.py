@@ -32,7 +32,15 @@ def say_what_is_on(
     if config.remote:
         tiers.append(f"remote {config.remote}{' head by head' if config.per_head_storage else ''}")
     writer = "kvmosaic's kernel" if isinstance(blocks, KernelBlocks) else "the backend's writer"
-    logger.info("chunk cache on for %s: %s; chunks placed by %s", model.served_model_name, ", ".join(tiers), writer)
+    choice = f"{config.policy} at {config.recompute_ratio:.0%}" if config.recompute_ratio else "nothing recomputed"
+    logger.info(
+        "chunk cache on for %s: %s; documents from %s; %s; chunks placed by %s",
+        model.served_model_name,
+        ", ".join(tiers),
+        config.chunk_sources,
+        choice,
+        writer,
+    )
     if config.prefix_blocks and not blocks.can_read:
         logger.warning("prefix_blocks: no prefix is stored, as this attention backend's cache cannot be read")
     problem = images_problem(vllm_config) if model.is_multimodal_model else None
