@@ -26,7 +26,7 @@ PYTHON = {
     "README.md: from kvmosaic.hf import LLM": "here",
     "docs/howto/serve.md: from openai import OpenAI": ENGINE,
     "docs/reference/http.md: client.chat.completions.create(": ENGINE,
-    "docs/structures.md: from typing import ClassVar": "here",
+    "docs/structures.md: from typing import Annotated, ClassVar": "here",
 }
 COMMANDS = [
     (r"(\w+=\w+ )*(\.venv-vllm/bin/)?kvmosaic serve|vllm serve|curl|python examples/", ENGINE),
@@ -123,7 +123,7 @@ def test_the_readmes_python(documents, capsys):
 def test_the_example_of_a_policy():
     """Three system tokens, two chunks of ten, a question; a quarter of the chunk tokens may be recomputed."""
     known = {"__name__": __name__}
-    exec(block("docs/structures.md: from typing import ClassVar").code, known)
+    exec(block("docs/structures.md: from typing import Annotated, ClassVar").code, known)
     prompt = Drawn([10, 10], system=3, question=5, layers=4, full=[0, 1, 2, 3], seed=0)
     assert choose(known["Front"](), prompt, 0.25).positions == (3, 4, 5, 6, 7)
     assert choose(known["Front"](most=2), prompt, 0.25).positions == (3, 4)
