@@ -22,9 +22,8 @@ from kvmosaic.engines.vllm.worker_side.side import WorkerSide
 
 
 class ChunkConnector(KVConnectorBase_V1):
-    """Reuses chunks inside vLLM. A request whose chunks are in slower tiers waits until they are in the fastest one,
-    while other requests run. Everything is then loaded before its first forward: in the same step or, if that would
-    delay other requests for long, slice by slice in the steps before it."""
+    """Reuses chunks inside vLLM. A request waits until its chunks are in the fastest tier. They are loaded before its
+    first forward: in the same step or, if that would delay others for long, slice by slice in the steps before it."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -33,10 +32,9 @@ class ChunkConnector(KVConnectorBase_V1):
         self._scheduler: ChunkScheduler | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = ChunkScheduler(self._setup)
-            events = vllm_config.kv_events_config
-            if events is not None and events.enable_kv_cache_events:
-                self._scheduler.prefixes.announce(event_groups(kv_cache_config, self._setup.shape.window_tail))
+            scheduler = self._scheduler = ChunkScheduler(self._setup)
+            if (events := vllm_config.kv_events_config) and events.enable_kv_cache_events:
+                scheduler.prefixes.announce(event_groups(kv_cache_config, self._setup.shape.window_tail))
 
     @property
     def scheduler(self) -> ChunkScheduler:
@@ -78,8 +76,7 @@ class ChunkConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler.loaded(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
-        if report is not None:
-            assert isinstance(report, StepReport)
+        if isinstance(report, StepReport):
             self.scheduler.update(report)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -97,10 +94,8 @@ class ChunkConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         runner, device_pool = current_runner()
         if runner is None:
-            raise ConfigError(
-                "the chunk connector needs its worker; start vLLM with "
-                "--worker-cls kvmosaic.engines.vllm.worker.ChunkWorker"
-            )
+            worker = "--worker-cls kvmosaic.engines.vllm.worker.ChunkWorker"
+            raise ConfigError(f"the chunk connector needs its worker; start vLLM with {worker}")
         self._worker = WorkerSide(self._setup, self._vllm_config, self._caches, runner, device_pool)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -118,16 +113,14 @@ class ChunkConnector(KVConnectorBase_V1):
             self.worker.step(work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for a layer's KV that is still arriving from host memory. All other KV is in place before the forward
-        starts."""
+        """Wait for a layer's KV that is still arriving from host memory; all other KV is there already."""
         self.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: chunks are stored when they are filled, never from a request's own KV."""
 
     def wait_for_save(self) -> None:
-        """Wait for all arriving KV, including layers that were not waited for in the forward. The store itself writes
-        in the background."""
+        """Wait for all arriving KV, also of layers that the forward did not wait for."""
         if self._worker is not None:
             self._worker.wait_for_all()
 
@@ -141,8 +134,6 @@ class ChunkConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
 
-    # --- metrics of both sides
-
     def get_kv_connector_stats(self) -> ChunkStats | None:
         if self._scheduler is not None:
             return self._scheduler.stats.take()
@@ -154,10 +145,6 @@ class ChunkConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> ChunkPromMetrics:
         return ChunkPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
