@@ -203,7 +203,7 @@ def test_what_is_named_already_is_no_run():
         named = Span(20, 220)
         spans, reused = engine.send(prompt, [named])
         assert all(span.start >= named.end for span in spans)
-    assert reused > 0.3  # the second document has 0.45 of the tokens; cuts leave out its ends
+    assert reused > 0.35  # the document has 0.45 of the tokens, and its ends are left out
 
 
 @given(st.integers(0, 2**32))

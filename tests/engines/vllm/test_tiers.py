@@ -257,7 +257,10 @@ def test_a_document_that_is_too_long_for_the_store_is_text_of_its_prompts(tiny_t
         assert report(output)["chunks"][1]["status"] == "prefilled"
     same(answer(llm, [prompt("Another one.", [long])])[0], plain(llm, [prompt("Another one.", [long])])[0])
     lengths = [len(tokens) for _, chunks in filled for tokens in chunks.values()]
-    assert lengths
-    assert max(lengths) <= longest
+    if torch.cuda.is_available():  # there, later requests filled the short document again
+        assert len(set(lengths)) == 1
+    else:
+        assert len(lengths) == 1
+    assert lengths[0] <= longest
     assert worker_side()._filler._half_filled is None  # and not in slices
     assert waiting_fills(llm) == 0

@@ -75,8 +75,8 @@ class ChunkConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler.loaded(connector_output.finished_recving or ())
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, StepReport):
+        if (report := connector_output.kv_connector_worker_meta) is not None:
+            assert isinstance(report, StepReport)
             self.scheduler.update(report)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
