@@ -16,7 +16,8 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.rotation import RotaryColumns
 from kvmosaic.core.window import WHOLE
 from kvmosaic.kernels.paged import Move, PagedCaches, gather, scatter
-from kvmosaic.kernels.sparse_attention import Asking, Queries, key_ranges_at_once, sparse_attention
+from kvmosaic.kernels.queries import Asking, Queries, key_ranges_at_once
+from kvmosaic.kernels.sparse_attention import sparse_attention
 
 BLOCK = 16
 REPEATS = 20

@@ -1,109 +1,26 @@
 """Attention of any tokens of paged sequences over everything at or before their own positions.
 
 Backends take runs of consecutive tokens and read a sequence's whole KV for each run. Here tokens share a tile however
-far apart they are, and every tile reads the KV once. Single tokens cost hardly more than a run. If there are too few
-tiles to keep a GPU busy, several programs share the keys of a tile, and their results are combined.
+far apart they are, and every tile reads the KV once. Single tokens cost hardly more than a run.
+
+If there are too few tiles to keep a GPU busy, several programs share the keys of a tile, and their results are
+combined. If there are many, all blocks are first copied behind each other. Then the GPU's copy engine can bring the
+keys, and two programs fit on a multiprocessor: one multiplies while the other computes weights.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 import torch
+
+from kvmosaic.kernels.queries import STEP, Queries
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # only the torch reference is available, and the kernel is not used
     triton = None
 
-ROWS = 128
-"""Number of rows of a tile: tokens times the query heads that share a KV head."""
-RANGE_KEYS, STEP = 512, 128
-"""Number of keys up to which a tile is never split, and the alignment of key ranges."""
-
-
-class Asking(NamedTuple):
-    """The query tokens of one paged sequence."""
-
-    positions: np.ndarray
-    """Positions of the tokens, ``[tokens]``, ascending."""
-    blocks: Sequence[int]
-    """Blocks of the sequence; they cover all of ``positions``."""
-
-
-@dataclass(frozen=True, eq=False)
-class Queries:
-    """The query tokens of a pass, in a form that all layers share."""
-
-    positions: torch.Tensor
-    """``[tokens]`` int32, for all sequences."""
-    key_ranges: torch.Tensor
-    """``[ranges, 6]`` int32: first token of the tile, its end, its sequence, first key to read, end of the keys, and
-    the slot for the partial result, or -1 if the tile has no other ranges. The longest ranges come first."""
-    split: torch.Tensor
-    """``[tiles, 4]`` int32, for the tiles with several ranges: first token, end, first slot, end of the slots."""
-    slots: int
-    blocks: torch.Tensor
-    """``[sequences, blocks]`` int32."""
-    group: int
-    """Query heads that share a KV head."""
-
-    @classmethod
-    def of(cls, sequences: Sequence[Asking], group: int, device: torch.device, at_once: int) -> "Queries":
-        """Divide the tokens of the sequences into tiles. If there are fewer tiles than ``at_once``, divide these into
-        about that many key ranges of equal size."""
-        size = ROWS // group
-        assert size, f"{group} query heads share a KV head; at most {ROWS} may"
-        found, first = [], 0
-        for index, (positions, _) in enumerate(sequences):
-            begins = np.arange(0, len(positions), size)
-            ends = np.minimum(begins + size, len(positions))
-            keys = positions[ends - 1] + 1
-            found.append(np.stack([first + begins, first + ends, np.full_like(begins, index), keys], axis=1))
-            first += len(positions)
-        key_ranges, split = _cut(np.concatenate(found), at_once)
-        table = np.zeros((len(sequences), max(len(blocks) for _, blocks in sequences)), dtype=np.int32)
-        for index, (_, blocks) in enumerate(sequences):
-            table[index, : len(blocks)] = blocks
-        positions = np.concatenate([positions for positions, _ in sequences])
-        return cls(
-            _sent(positions, device),
-            _sent(key_ranges, device),
-            _sent(split, device),
-            int(split[-1, 3]) if len(split) else 0,
-            _sent(table, device),
-            group,
-        )
-
-
-def _cut(tiles: np.ndarray, at_once: int) -> tuple[np.ndarray, np.ndarray]:
-    """``key_ranges`` and ``split`` for ``tiles`` ``[tiles, 4]``: first token, end, sequence, number of keys."""
-    keys = tiles[:, 3]
-    enough = keys.max() if len(tiles) >= at_once else keys.sum() // at_once
-    most = -(-max(RANGE_KEYS, int(enough)) // STEP) * STEP
-    counts = -(-keys // most)
-    slots = np.where(counts > 1, counts, 0)
-    ends = slots.cumsum()
-    split = np.stack([tiles[:, 0], tiles[:, 1], ends - slots, ends], axis=1)[counts > 1]
-    tile = np.repeat(np.arange(len(tiles)), counts)
-    place = np.arange(len(tile)) - (counts.cumsum() - counts)[tile]  # index among the ranges of its tile
-    width = (-(-keys // (counts * STEP)) * STEP)[tile]
-    first, end = place * width, np.minimum((place + 1) * width, keys[tile])
-    slot = np.where(counts[tile] > 1, (ends - slots)[tile] + place, -1)
-    key_ranges = np.stack([*tiles[tile, :3].T, first, end, slot], axis=1)
-    return key_ranges[np.argsort(first - end, kind="stable")], split
-
-
-def key_ranges_at_once(device: torch.device, kv_heads: int) -> int:
-    """Number of key ranges that keep a GPU busy. Each of its multiprocessors computes one range of one KV head."""
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // kv_heads)
-
-
-def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+FLAT_BYTES = 2**29
+"""Maximum bytes of blocks that are copied behind each other."""
 
 
 def sparse_attention(
@@ -120,42 +37,63 @@ def sparse_attention(
     assert cache.stride(3) == q.stride(2) == out.stride(2) == 1
     assert len(queries.positions) == tokens
     # The K and V that a program holds at a time have to fit into shared memory, several times if they are prefetched.
-    row_bytes = triton.next_power_of_2(max(k_dim, v_dim)) * q.element_size()
-    keys, stages = (STEP, 3) if row_bytes <= 256 else (32, 2) if row_bytes <= 512 else (16, 1)
-    kv_heads, slots = cache.shape[1], queries.slots
-    v_padded = triton.next_power_of_2(v_dim)
-    partial = torch.empty(slots, kv_heads, ROWS, v_padded, device=q.device)  # sums of weighted values
-    sums = torch.empty(slots, kv_heads, 2, ROWS, device=q.device)  # sums of weights, and the highest scores
-    _attend[(kv_heads, len(queries.key_ranges))](
+    k_padded, v_padded = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    row_bytes = max(k_padded, v_padded) * q.element_size()
+    flat = queries.flat if window is None and (k_padded, v_padded) == (k_dim, v_dim) and row_bytes <= 256 else None
+    if flat is not None and len(flat.blocks) * cache[0].numel() * cache.element_size() <= FLAT_BYTES:
+        tiles, keys, stages, warps = flat.tiles, 64, 3, 4
+        rows = cache.transpose(1, 2).index_select(0, flat.blocks).flatten(0, 1)  # [keys, kv_heads, k_dim + v_dim]
+        keys_at = TensorDescriptor.from_tensor(rows.flatten(1), [keys, k_dim])
+        values_at = TensorDescriptor.from_tensor(rows.flatten(1), [keys, v_dim])
+        cache = rows.unflatten(0, (-1, cache.shape[2])).transpose(1, 2)
+    else:
+        tiles, keys_at, values_at = queries.tiles, None, None
+        keys, stages, warps = (STEP, 3, 8) if row_bytes <= 256 else (32, 2, 8) if row_bytes <= 512 else (16, 1, 8)
+    kv_heads = cache.shape[1]
+    # Of key ranges: the sums of weighted values; the sums of weights, and the highest scores.
+    partial = torch.empty(tiles.slots, kv_heads, tiles.rows, v_padded, device=q.device)
+    sums = torch.empty(tiles.slots, kv_heads, 2, tiles.rows, device=q.device)
+    _attend[(kv_heads, len(tiles.key_ranges))](
         q,
         cache,
+        keys_at,
+        values_at,
         out,
         partial,
         sums,
         queries.positions,
-        queries.key_ranges,
-        queries.blocks,
+        tiles.key_ranges,
+        tiles.blocks,
         scale * 1.4426950408889634,  # the kernel uses powers of two
         *q.stride()[:2],
         *cache.stride()[:3],
         *out.stride()[:2],
-        queries.blocks.stride(0),
+        tiles.blocks.stride(0),
         GROUP=queries.group,
-        ROWS=ROWS,
+        ROWS=tiles.rows,
         KEYS=keys,
         BLOCK=cache.shape[2],
         K_DIM=k_dim,
         V_DIM=v_dim,
-        K_PADDED=triton.next_power_of_2(k_dim),
+        K_PADDED=k_padded,
         V_PADDED=v_padded,
         WINDOW=window or 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=8,
+        num_warps=warps,
         num_stages=stages,
     )
-    if slots:
-        _join[(kv_heads, len(queries.split))](
-            partial, sums, out, queries.split, *out.stride()[:2], queries.group, ROWS, v_dim, v_padded, num_warps=8
+    if tiles.slots:
+        _join[(kv_heads, len(tiles.split))](
+            partial,
+            sums,
+            out,
+            tiles.split,
+            *out.stride()[:2],
+            queries.group,
+            tiles.rows,
+            v_dim,
+            v_padded,
+            num_warps=8,
         )
 
 
@@ -164,11 +102,11 @@ def sparse_attention_reference(
 ) -> None:
     """:func:`sparse_attention` in torch operations, token by token."""
     k_dim = q.shape[2]
-    for first, end, sequence, begin, *_ in queries.key_ranges.tolist():
+    for first, end, sequence, begin, *_ in queries.tiles.key_ranges.tolist():
         for token in range(first, end) if begin == 0 else ():
             position = int(queries.positions[token])
             seen = torch.arange(0 if window is None else max(0, position + 1 - window), position + 1)
-            block = queries.blocks[sequence].cpu()[seen // cache.shape[2]].long()
+            block = queries.tiles.blocks[sequence].cpu()[seen // cache.shape[2]].long()
             kv = cache[block, :, seen % cache.shape[2]].transpose(0, 1)  # [kv_heads, seen, k_dim + v_dim]
             asking = q[token].view(len(kv), queries.group, k_dim)
             weights = torch.softmax(asking.to(kv.dtype) @ kv[..., :k_dim].transpose(1, 2) * scale, dim=-1)
@@ -181,6 +119,8 @@ if triton is not None:
     def _attend(  # type: ignore[no-untyped-def]
         q,
         cache,
+        keys_at,
+        values_at,
         out,
         partial,
         sums,
@@ -207,6 +147,7 @@ if triton is not None:
         WINDOW: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
+        """``keys_at``, ``values_at``: descriptors of the cache if its blocks are in order, otherwise ``None``."""
         head = tl.program_id(0)
         mine = key_ranges + tl.program_id(1) * 6
         first, end = tl.load(mine), tl.load(mine + 1)
@@ -233,11 +174,21 @@ if triton is not None:
         # First the keys that all rows see, then those that only some see. With a window, all count as the latter.
         begin = tl.maximum(tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS, first_key) if WINDOW > 0 else first_key
         common = begin if WINDOW > 0 else tl.minimum((lowest + 1) // KEYS * KEYS, end_key)
-        for start in range(begin, common, KEYS):
-            most, total, result = _look(
-                start, most, total, result, asking, cache, blocks, position, highest, scale,
-                stride_block, stride_slot, KEYS, BLOCK, K_DIM, V_DIM, K_PADDED, V_PADDED, WINDOW, PRECISION, False,
-            )  # fmt: skip
+        if keys_at is not None:
+            copy, column = tl.load(blocks) * BLOCK, head * (K_DIM + V_DIM)
+            for start in range(begin, common, KEYS):
+                score = tl.dot(asking, keys_at.load([copy + start, column]).T, input_precision=PRECISION)
+                weight, most, shrink = _weigh(score, most, scale)
+                v = values_at.load([copy + start, column + K_DIM])
+                total = total * shrink + tl.sum(weight, 1)
+                result = tl.dot(weight.to(v.dtype), v, result * shrink[:, None], input_precision=PRECISION)
+        else:
+            for start in range(begin, common, KEYS):
+                most, total, result = _look(
+                    start, most, total, result, asking, cache, blocks, position, highest, scale,
+                    stride_block, stride_slot, KEYS, BLOCK, K_DIM, V_DIM, K_PADDED, V_PADDED, WINDOW,
+                    PRECISION, False,
+                )  # fmt: skip
         for start in range(tl.maximum(common, begin), end_key, KEYS):
             most, total, result = _look(
                 start, most, total, result, asking, cache, blocks, position, highest, scale,
@@ -322,27 +273,31 @@ if triton is not None:
     ):
         """Process the next keys and values. ``MASKED``: not all rows see all of them."""
         key = start + tl.arange(0, KEYS)
-        k_column, v_column = tl.arange(0, K_PADDED)[:, None], tl.arange(0, V_PADDED)[None, :]
+        k_column, v_column = tl.arange(0, K_PADDED)[None, :], tl.arange(0, V_PADDED)[None, :]
         inside = key <= highest
         block = tl.load(blocks + key // BLOCK, mask=inside, other=0) if MASKED else tl.load(blocks + key // BLOCK)
-        slot = cache + block.to(tl.int64) * stride_block + (key % BLOCK) * stride_slot
-        k_place, v_place = slot[None, :] + k_column, slot[:, None] + K_DIM + v_column
+        place = (cache + block.to(tl.int64) * stride_block + (key % BLOCK) * stride_slot)[:, None]
         if MASKED or K_PADDED > K_DIM:
-            k = tl.load(k_place, mask=inside[None, :] & (k_column < K_DIM), other=0.0)
+            k = tl.load(place + k_column, mask=inside[:, None] & (k_column < K_DIM), other=0.0)
         else:
-            k = tl.load(k_place)
-        score = tl.dot(asking, k, input_precision=PRECISION) * scale
+            k = tl.load(place + k_column)
+        score = tl.dot(asking, k.T, input_precision=PRECISION)
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen &= key[None, :] > position[:, None] - WINDOW
             score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(most, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
-        shrink = tl.exp2(most - higher)
+        weight, higher, shrink = _weigh(score, most, scale)
         if MASKED or V_PADDED > V_DIM:
-            v = tl.load(v_place, mask=inside[:, None] & (v_column < V_DIM), other=0.0)
+            v = tl.load(place + K_DIM + v_column, mask=inside[:, None] & (v_column < V_DIM), other=0.0)
         else:
-            v = tl.load(v_place)
+            v = tl.load(place + K_DIM + v_column)
         result = tl.dot(weight.to(v.dtype), v, result * shrink[:, None], input_precision=PRECISION)
         return higher, total * shrink + tl.sum(weight, 1), result
+
+    @triton.jit
+    def _weigh(score, most, scale):  # type: ignore[no-untyped-def]
+        """Weights of keys by their ``score``, relative to the highest score so far, that score, and the factor for
+        all weights before. Scaling behind the maximum costs one operation for each score instead of two."""
+        higher = tl.maximum(most, tl.max(score, 1) * scale)
+        return tl.exp2(score * scale - higher[:, None]), higher, tl.exp2(most - higher)

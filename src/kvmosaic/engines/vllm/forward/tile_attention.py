@@ -14,7 +14,8 @@ from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import PagedTokens, Run
-from kvmosaic.kernels.sparse_attention import ROWS, Asking, Queries, key_ranges_at_once, sparse_attention
+from kvmosaic.kernels.queries import ROWS, Asking, Queries, key_ranges_at_once
+from kvmosaic.kernels.sparse_attention import sparse_attention
 
 CONTEXT_TOKENS, RUN_TOKENS, REPEATS = 8192, 1024, 5
 """Context tokens, run tokens and number of repetitions for measuring the speed of both ways."""
