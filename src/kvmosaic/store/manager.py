@@ -107,7 +107,7 @@ class ChunkStorageManager:
     def fetch_each(self, keys: Iterable[ChunkKey]) -> Iterator[Fetched]:
         """Like :meth:`fetch`, but each entry is brought when the iterator is asked for it. Meant for a thread of its
         own, ahead of a lookup. The lookup then reports the tier that had the entry."""
-        wanted = dict.fromkeys(key for key in keys if self._known.size(0, key) is None)
+        wanted = dict.fromkeys(key for key in keys if not self.is_near(key))
         absent = self._known.absent(wanted)
         for level, tier in enumerate(self._stack.tiers[1:], start=1):
             clears = self._known.due.count
@@ -121,7 +121,11 @@ class ChunkStorageManager:
                     self._fetched_from[key] = tier.name
                     if len(self._fetched_from) > FETCHES_REMEMBERED:  # some were never looked up
                         del self._fetched_from[next(iter(self._fetched_from))]
-                yield Fetched(moved, tier.name, self._known.size(0, key) is not None)
+                yield Fetched(moved, tier.name, self.is_near(key))
+
+    def is_near(self, key: ChunkKey) -> bool:
+        """Whether the fastest tier has ``key``."""
+        return self._known.size(0, key) is not None
 
     @property
     def fastest_tier(self) -> str:

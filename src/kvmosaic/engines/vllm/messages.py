@@ -238,6 +238,8 @@ class RankReport:
     filling (``fill``), probing (``probe``)."""
     is_off: bool
     """Whether it failed its self-test, so that nothing may be reused."""
+    not_fetched: dict[str, frozenset[bytes]] = field(default_factory=dict)
+    """Content hashes of the entries that these fetches did not bring, by request."""
     weights: int = 0
     """Number of times that weights have changed."""
     weights_digest: str = ""

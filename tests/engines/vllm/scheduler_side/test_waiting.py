@@ -64,6 +64,67 @@ def test_chunks_in_a_slower_tier_are_fetched_once_and_waited_for():
     assert not side.step().fetches
 
 
+def test_a_chunk_that_memory_loses_while_its_request_waits_is_fetched():
+    side = Side()
+    side.store(FIRST)
+    side.store(SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    side.step()
+    side.store(FIRST, tier="disk")  # evicted
+    side.store(SECOND)
+    side.report(fetched=["request"])
+    assert side.matched(request) is None
+    # The new fetch replaces the earlier one, so it keeps what that brought.
+    assert fetches(side.step()) == [("request", of(FIRST, SECOND))]
+    assert side.matched(request) is None
+    side.store(FIRST)
+    side.report(fetched=["request"])
+    assert side.matched(request) == 100
+    assert not side.step().fetches
+
+
+def test_a_chunk_is_not_fetched_again_and_again():
+    side = Side()
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    side.step()
+    # Memory has no room for them: they are kept for the request, and the mirror has them on disk.
+    side.report(fetched=["request"])
+    assert side.matched(request) == 100
+    assert not side.step().fetches
+
+
+@pytest.mark.parametrize("policy", ["background", "fill-first"])
+def test_a_chunk_that_a_fetch_does_not_bring_counts_as_missing(policy):
+    side = Side(miss_policy=policy)
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0))
+    assert side.matched(request) is None
+    admission, ours = side.scheduler._admission, side.ours(request)
+    before = admission.tokens_to_compute(ours, 0)
+    side.report(fetched=["request"], not_fetched={"request": frozenset([digest_of(FIRST)])})
+    assert not admission.finds_all(ours, 0)
+    context = len(ours.context) if policy == "fill-first" else 0
+    assert admission.tokens_to_compute(ours, 0) == before + len(FIRST) + context
+    assert side.matched(request) == 100
+    side.give(request, 100)
+    chunks = side.ours(request).report["chunks"]
+    assert [chunk["tier"] for chunk in chunks] == [None, "disk"]
+
+
+def test_a_request_that_loses_all_its_chunks_is_prefilled():
+    side = Side()
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    side.report(fetched=["request"], not_fetched={"request": frozenset(map(digest_of, (FIRST, SECOND)))})
+    assert side.matched(request) == 0
+    assert side.counts("fallbacks") == {"not-stored": 1}
+    assert "request" not in side.scheduler._requests
+
+
 def test_every_rank_has_to_fetch():
     side = Side(shape={"ranks": 2})
     side.store(FIRST)

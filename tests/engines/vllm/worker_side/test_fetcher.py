@@ -219,3 +219,17 @@ def test_a_fetch_that_cannot_start_is_over(fetcher, store, entries, monkeypatch)
     monkeypatch.setattr(store, "pin", fail)
     fetcher.start("a", [entries[0].key])
     finished(fetcher, "a")
+
+
+def test_a_fetch_tells_what_it_did_not_bring(store, fetcher, entries, disk):
+    """An entry that is in memory already counts as brought, and so does one for which memory has no room."""
+    keys = [entry.key for entry in entries[:4]]
+    store.put(entries[0])
+    disk.delete(keys[1])
+    disk.opened[keys[2]] = threading.Event()
+    disk.opened[keys[2]].set()
+    fetcher.start("request", keys)
+    deadline = time.monotonic() + PATIENCE_S
+    while not (over := fetcher.take_finished()):
+        assert time.monotonic() < deadline
+    assert over["request"].not_brought == {keys[1].content_hash}

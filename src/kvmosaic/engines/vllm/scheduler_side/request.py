@@ -37,6 +37,10 @@ class ChunkRequest:
     """Its images, if it has any. Their tokens in ``prompt`` are stand-ins."""
     fetched_from: dict[bytes, str] = field(default_factory=dict)
     """Tiers from which chunks were fetched, by content hash."""
+    fetched: dict[bytes, int] = field(default_factory=dict)
+    """Chunks that ranks were asked to fetch, and their numbers of tokens."""
+    lost: set[bytes] = field(default_factory=set)
+    """Chunks that a fetch did not bring. For this request they count as missing, even if a slow tier has them."""
     asked_for: list[bytes] = field(default_factory=list)
     """Chunks that are not known to be stored, and for which the remote tier was asked."""
     predicted: float | None = None
@@ -172,10 +176,13 @@ class ChunkRequest:
         """Ranks ``0 .. ranks-1`` are asked to fetch its chunks."""
         self._waiting_for = set(range(ranks))
 
-    def arrived(self, rank: int) -> None:
-        """A rank has fetched its chunks, or failed to."""
+    def arrived(self, rank: int, lost: frozenset[bytes]) -> None:
+        """A rank has fetched its chunks, except those that are ``lost``."""
         if self._waiting_for:
             self._waiting_for.discard(rank)
+        if lost:
+            self.lost |= lost
+            self.is_worth_it = False
 
     def has_patience(self, seconds: float) -> bool:
         """Whether it still waits: it does for ``seconds`` after the first call."""
@@ -189,3 +196,4 @@ class ChunkRequest:
         self.is_worth_it = self.is_noted = False
         self.needed = None
         self.lacking = self._waiting_for = self._deadline = None
+        self.fetched, self.lost = {}, set()

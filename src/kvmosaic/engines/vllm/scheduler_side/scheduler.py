@@ -221,7 +221,7 @@ class ChunkScheduler:
             for request_id in rank.fetched:
                 self.prefixes.fetched(rank.rank, request_id)
                 if request_id in self._requests:
-                    self._requests[request_id].arrived(rank.rank)
+                    self._requests[request_id].arrived(rank.rank, rank.not_fetched.get(request_id, frozenset()))
             for request_id, spans in rank.recomputed.items():
                 ours = self._requests.get(request_id)
                 if ours is not None and ours.report:

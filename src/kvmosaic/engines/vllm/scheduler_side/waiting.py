@@ -50,11 +50,10 @@ class WaitingRoom:
         if not request.has_fetched and self._mirror.is_complete and not self._fetch(request, local, work):
             return self._admission.why_not(request, local)
         if request.has_arrived:
-            if request.asked_for:
-                request.fetched_from |= {digest: "remote" for digest in request.asked_for if self._mirror.has(digest)}
-                request.asked_for = []
-                if not self._is_worth_it(request, local):
-                    return self._admission.why_not(request, local)
+            request.fetched_from |= {digest: "remote" for digest in request.asked_for if self._mirror.has(digest)}
+            request.asked_for = []
+            if not self._is_worth_it(request, local):  # it may have lost chunks, or found more
+                return self._admission.why_not(request, local)
             if not is_alone and self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
                 return None
             # It may still have to wait for a step with room, and for blocks.
@@ -65,7 +64,7 @@ class WaitingRoom:
                         self._backlog.add(self._missing(request, local))  # its adapter is active while it is answered
                     return Fallback.SLOWER
                 if self._admission.has_room(request, local):
-                    return external
+                    return None if self._fetch_slow(request, local, work) else external
             has_to_wait = request.has_patience(PATIENCE_SECONDS) or request.begins_inside(local)
             return None if has_to_wait else Fallback.SLOWER
         if request.has_patience(PATIENCE_SECONDS):
@@ -85,14 +84,31 @@ class WaitingRoom:
         request.asked_for = [digest for digest in chunks if is_shared and not self._mirror.has(digest)]
         if not request.asked_for and not self._is_worth_it(request, local):
             return False
-        slow = {digest: self._mirror.tier(digest) for digest in chunks if not self._mirror.is_near(digest)}
-        request.fetched_from |= {digest: tier for digest, tier in slow.items() if tier is not None}
-        wanted = (*(digest for digest, tier in slow.items() if tier is not None), *request.asked_for)
-        request.wait_for(self._shape.ranks if wanted else 0)
-        if wanted:
-            pairs = tuple((digest, chunks[digest]) for digest in wanted)
-            work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=pairs))
+        request.fetched = {digest: chunks[digest] for digest in request.asked_for}
+        if not self._fetch_slow(request, local, work):
+            self._begin_fetch(request, work)
         return True
+
+    def _fetch_slow(self, request: ChunkRequest, local: int, work: StepWork) -> bool:
+        """Have chunks fetched that are in slower tiers and were not asked for yet: at first, or because memory lost
+        them while the request waited. Returns whether there are any."""
+        slow = {
+            digest: len(span)
+            for span, digest in request.chunks_from(local)
+            if digest not in request.fetched and not self._mirror.is_near(digest) and self._mirror.has(digest)
+        }
+        if slow:
+            request.fetched_from |= {digest: self._mirror.tier(digest) or "" for digest in slow}
+            request.fetched = slow | request.fetched
+            self._begin_fetch(request, work)
+        return bool(slow)
+
+    def _begin_fetch(self, request: ChunkRequest, work: StepWork) -> None:
+        """Have all its chunks fetched that are to be fetched. It replaces an earlier fetch of the request."""
+        request.wait_for(self._shape.ranks if request.fetched else 0)
+        if request.fetched:
+            chunks = tuple(request.fetched.items())
+            work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=chunks))
 
     def _is_worth_it(self, request: ChunkRequest, local: int) -> bool:
         """Whether to reuse the stored chunks. Missing chunks are queued to be filled in the background."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,14 @@ MAX_WAITING_FETCHES = 256
 """Maximum number of fetches that wait for a thread. Further fetches end at once, without their entries."""
 HELD_BYTES = 4 * 1024**3
 """Maximum bytes of entries that are kept alive for requests because the fastest tier has no room for them."""
+
+
+class FetchEnd(NamedTuple):
+    """The end of a request's fetch."""
+
+    seconds: float
+    not_brought: frozenset[bytes]
+    """Content hashes of the entries that are not available to the request."""
 
 
 @dataclass(eq=False)
@@ -49,7 +58,7 @@ class ChunkFetcher:
         self._store = store
         self._fetches: dict[str, _Fetch] = {}
         """The latest fetch of each request."""
-        self._finished: dict[str, float] = {}
+        self._finished: dict[str, FetchEnd] = {}
         self._waiting = 0
         self._errors = 0
         self._held_bytes = 0
@@ -114,8 +123,8 @@ class ChunkFetcher:
         self._held_bytes -= sum(taken_bytes(each.entry.data) for each in fetch.entries.values())
         fetch.entries = {}
 
-    def take_finished(self) -> dict[str, float]:
-        """Requests whose fetch ended since the last call, and how many seconds they waited for it."""
+    def take_finished(self) -> dict[str, FetchEnd]:
+        """The fetches that ended since the last call, by request."""
         if not self._finished:
             return {}
         with self._lock:
@@ -172,6 +181,8 @@ class ChunkFetcher:
                     self._held_bytes += taken_bytes(each.entry.data)
 
     def _finish(self, fetch: _Fetch) -> None:
+        missing = [key for key in fetch.keys if key not in fetch.entries and not self._store.is_near(key)]
         with self._lock:
             if fetch.request_id is not None and self._fetches.get(fetch.request_id) is fetch:
-                self._finished[fetch.request_id] = time.perf_counter() - fetch.begin
+                seconds = time.perf_counter() - fetch.begin
+                self._finished[fetch.request_id] = FetchEnd(seconds, frozenset(key.content_hash for key in missing))

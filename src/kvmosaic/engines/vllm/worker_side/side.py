@@ -34,7 +34,7 @@ from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
 from kvmosaic.engines.vllm.worker_side.blender import Blender
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer
 from kvmosaic.engines.vllm.worker_side.documents import StoredDocuments
-from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher
+from kvmosaic.engines.vllm.worker_side.fetcher import ChunkFetcher, FetchEnd
 from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
 from kvmosaic.engines.vllm.worker_side.images import LoadImages
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
@@ -135,8 +135,8 @@ class WorkerSide:
         self._store_stats = StoreStats(self.cache.store, self.stats)
         self._tells_all = True
         """Whether the next report has to list all stored entries: the scheduler knows none, or outdated ones."""
-        self._fetched: dict[str, float] = {}
-        """Requests whose fetch is over but not reported to the scheduler yet, and how many seconds it took."""
+        self._fetched: dict[str, FetchEnd] = {}
+        """Fetches that are over but not reported to the scheduler yet, by request."""
         self.off_reason: str | None = None
         """Why nothing may be reused, if so. The scheduler is told, and hands out no work."""
         if setup.config.self_test:
@@ -180,7 +180,7 @@ class WorkerSide:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
             if is_closed:  # the scheduler does not know this yet
-                self._fetched[fetch.request_id] = 0.0
+                self._fetched[fetch.request_id] = FetchEnd(0.0, frozenset(digest for digest, _ in fetch.chunks))
                 continue
             keys = [self.cache.key_of_hash(*chunk, is_exact=fetch.is_exact) for chunk in fetch.chunks]
             self.fetcher.start(fetch.request_id, keys)
@@ -244,8 +244,8 @@ class WorkerSide:
         else:
             self._tells_all = False
         fetched, self._fetched = self._fetched, {}
-        for seconds in fetched.values():
-            self.stats.observe("fetch", seconds)
+        for end in fetched.values():
+            self.stats.observe("fetch", end.seconds)
         return StepReport(
             [
                 RankReport(
@@ -253,6 +253,7 @@ class WorkerSide:
                     fastest=self.cache.store.fastest_tier,
                     changes=changes,
                     fetched=list(fetched),
+                    not_fetched={name: each.not_brought for name, each in fetched.items() if each.not_brought},
                     costs={stage: line for stage, line in lines.items() if line is not None},
                     is_off=self.off_reason is not None,
                     weights=self.weights.changes,
