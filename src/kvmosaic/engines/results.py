@@ -41,6 +41,8 @@ class Fallback(str, Enum):
     """The model's weights cannot be identified."""
     NOT_STORED = "not-stored"
     """So little of the chunks is stored that reuse would save no tokens."""
+    PREFIX_CACHED = "prefix-cached"
+    """vLLM's prefix cache has as much of the prompt as reuse would save, and exactly."""
     SLOWER = "slower"
     """Reuse is predicted to be slower than a prefill, or choosing the tokens to recompute would delay others."""
     SLOW_TIER = "slow-tier"

@@ -213,6 +213,13 @@ class Workers:
             self._relabel(labels, tokens, spans, params["recompute_ratio"], params["policy"])
         self.streams[request.request_id] = _Stream(labels, len(tokens))
 
+    def serve_plainly(self, request: Request) -> None:
+        """The request finds and makes blocks of the plain prompt from now on."""
+        stream = self.streams[request.request_id]
+        tokens = list(request.prompt_token_ids)
+        answers = [answer_token(position) for position in range(len(tokens), len(stream.labels))]
+        stream.labels[:] = _chain([*tokens, *answers])
+
     def _relabel(
         self, labels: np.ndarray, tokens: list[int], spans: list[tuple[int, int]], ratio: float, policy: str
     ) -> None:
@@ -440,6 +447,15 @@ class Simulation:
         self.pool = self.vllm.kv_cache_manager.block_pool
         self.blocks = blocks
         self.workers = Workers(self.ours._shape, blocks, ranks, window, random.Random(seed))
+        serve = self.ours._serve_plainly
+
+        def serve_plainly(request: Request, ours: Any, local: int, reason: Any) -> int | None:
+            result: int | None = serve(request, ours, local, reason)
+            if request.block_hashes == ours.block_salts.plain:
+                self.workers.serve_plainly(request)
+            return result
+
+        self.ours._serve_plainly = serve_plainly
         self._ahead = int(is_async)
         self._pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.reports: dict[str, dict[str, Any]] = {}

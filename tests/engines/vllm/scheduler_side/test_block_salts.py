@@ -9,6 +9,7 @@ from vllm.utils.hashing import sha256, xxhash_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.compat.scheduling import HIDDEN
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts
 from tests.engines.vllm.scheduler_side import fakes
@@ -264,24 +265,45 @@ def test_where_vllm_hashes_nothing_nothing_is_salted():
     assert hashes(fields={"block_hasher": None}) == []
 
 
+@pytest.mark.parametrize(("ratio", "tail"), [(0.0, None), (0.5, None), (0.0, 32)])
+def test_a_request_that_is_served_plainly_has_the_blocks_of_the_plain_prompt(tail, ratio):
+    side = Side(shape={"window_tail": tail}, recompute_ratio=ratio)
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=ratio))
+    plain = make_request("plain", request.prompt_token_ids)
+    assert request.block_hashes != plain.block_hashes
+    assert side.matched(request) == 0
+    assert request.block_hashes == plain.block_hashes
+    for each in (request, plain):
+        each.append_output_token_ids(list(range(60)))
+    assert request.block_hashes == plain.block_hashes
+
+
+def test_a_request_that_has_blended_blocks_never_gets_the_hashes_of_the_plain_prompt():
+    """What it computes behind them is no KV of the plain prompt."""
+    side = Side(recompute_ratio=0.0)
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0.0))
+    plain = make_request("plain", request.prompt_token_ids)
+    first = len(SYSTEM) // fakes.BLOCK
+    behind = (first + 1) * fakes.BLOCK
+    side.scheduler._serve_plainly(request, side.ours(request), behind, Fallback.SLOW_TIER)
+    for mine, theirs in list(zip(request.block_hashes, plain.block_hashes, strict=True))[first:]:
+        assert mine != theirs
+
+
 @pytest.mark.parametrize("tail", [None, 32])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_request_that_is_served_plainly_shares_no_blocks_that_may_be_cut(monkeypatch, tail, fails):
+def test_a_request_that_fails_shares_no_blocks_that_may_be_cut(monkeypatch, tail):
     """vLLM may ask about it again after others have loaded the same chunks."""
     side = Side(shape={"window_tail": tail}, recompute_ratio=0.0)
     other, request = (
         side.add(ask_about(FIRST, SECOND, name=name, recompute_ratio=0.0)) for name in ("other", "mine")
     )
     assert request.block_hashes == other.block_hashes
-    if fails:
-        monkeypatch.setattr(side.scheduler._waiting, "matched", None)
+    monkeypatch.setattr(side.scheduler._waiting, "matched", None)
     assert side.matched(request) == 0
     shared = [mine == theirs for mine, theirs in zip(request.block_hashes, other.block_hashes, strict=True)]
-    assert all(shared) is (tail is None)
+    assert shared == [tail is None] * len(shared)
     if tail is not None:
-        first = 0 if fails else len(SYSTEM) // fakes.BLOCK
-        assert all(each.endswith(HIDDEN) for each in request.block_hashes[first:])
-        assert shared == [True] * first + [False] * (len(shared) - first)
+        assert all(each.endswith(HIDDEN) for each in request.block_hashes)
     for each in (request, other):
         each.append_output_token_ids(list(range(60)))
     again = [mine == theirs for mine, theirs in zip(request.block_hashes, other.block_hashes, strict=True)]

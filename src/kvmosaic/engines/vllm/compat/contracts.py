@@ -18,7 +18,7 @@ STEP_FIELDS = {
     "CachedRequestData": {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"},
 }
 """Fields of the classes that describe a step, in ``vllm.v1.core.sched.output``."""
-POOL_METHODS = ("get_new_blocks", "free_blocks", "get_num_free_blocks", "reset_prefix_cache")
+POOL_METHODS = ("get_new_blocks", "free_blocks", "get_num_free_blocks", "get_cached_block", "reset_prefix_cache")
 """Methods of vLLM's pool of blocks."""
 
 

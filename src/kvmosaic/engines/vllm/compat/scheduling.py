@@ -113,6 +113,10 @@ class FreeBlocks:
         """Free borrowed blocks. Their next owner writes to them in a later step."""
         self._pool.free_blocks(borrowed.handles)
 
+    def has_cached(self, block_hash: Any) -> bool:
+        """Whether vLLM's prefix cache has the block with this hash, of its first KV cache group."""
+        return self._pool.get_cached_block(block_hash, [0]) is not None
+
     def before_reset(self, let_go: Callable[[], None]) -> None:
         """Call ``let_go`` before vLLM empties its prefix cache, which it refuses to do while any block is in use."""
         reset = self._pool.reset_prefix_cache

@@ -49,6 +49,7 @@ class BlockSalts:
         self.plain = list(request.block_hashes)
         """The hashes without salts."""
         self._salts: list[BlockSalt] = []
+        """In the order of their first blocks."""
         if self._original is not None:  # otherwise nothing is ever hashed
             set_block_hasher(request, self._hash)
 
@@ -59,6 +60,15 @@ class BlockSalts:
         if salts and hashes:
             first = min(salt.first for salt in salts)
             hashes[first:] = _salted(hashes[first:], first, salts)
+
+    def take_back(self, computed: int) -> bool:
+        """Take all salts back, because vLLM computes every block from block ``computed`` on. Returns whether that is
+        possible: a salted block before those would be the beginning of blocks that seem exact."""
+        if self._salts and self._salts[0].first < computed:
+            return False
+        self._salts = []
+        self._request.block_hashes[:] = self.plain
+        return True
 
     def _hash(self, request: Any) -> list[Any]:
         mine = request.block_hashes

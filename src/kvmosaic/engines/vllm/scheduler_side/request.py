@@ -9,7 +9,7 @@ from typing import Any
 from kvmosaic.blend import policy_named
 from kvmosaic.core.prompt import ChunkedPrompt, Span
 from kvmosaic.engines.vllm.messages import Adapter, ChunkLoad, Images
-from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt
+from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts
 from kvmosaic.engines.vllm.scheduler_side.images import PromptImages
 from kvmosaic.engines.vllm.shape import EngineShape
 
@@ -39,6 +39,8 @@ class ChunkRequest:
     """Tiers from which chunks were fetched, by content hash."""
     fetched: dict[bytes, int] = field(default_factory=dict)
     """Chunks that ranks were asked to fetch, and their numbers of tokens."""
+    block_salts: BlockSalts | None = None
+    """The salts of its block hashes, once it has some."""
     lost: set[bytes] = field(default_factory=set)
     """Chunks that a fetch did not bring. For this request they count as missing, even if a slow tier has them."""
     asked_for: list[bytes] = field(default_factory=list)

@@ -19,6 +19,7 @@ from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts, keep_to_itself, weights_salt
 from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
+from kvmosaic.engines.vllm.scheduler_side.exact_prefix import ExactPrefixes
 from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
 from kvmosaic.engines.vllm.scheduler_side.loads import Loads
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
@@ -54,6 +55,7 @@ class ChunkScheduler:
         self.prefixes = PrefixScheduler(config, self._mirror, shape, PATIENCE_SECONDS)
         self._pool: FreeBlocks | None = None
         self._lender: BlockLender | None = None
+        self._exact: ExactPrefixes | None = None
         self._requests: dict[str, ChunkRequest] = {}
         self._running = RunningRequests(shape.stages)
         self._salt: BlockSalt | None = None  # for all requests that arrive after weights changed
@@ -66,6 +68,7 @@ class ChunkScheduler:
         """Set the ``pool`` from which blocks are borrowed. vLLM creates it after the connector."""
         self._pool = pool
         pool.before_reset(lambda: self._backlog.let_go(pool))
+        self._exact = ExactPrefixes(self._shape, self._admission, pool)
         self._lender = BlockLender(self._config, self._shape, self._mirror, pool)
 
     def add(self, request: Any) -> None:
@@ -90,9 +93,14 @@ class ChunkScheduler:
             self._reports.begin(request.request_id, documents_not_found=absent, unknown_parameters=params.unknown)
         if isinstance(planned, ChunkRequest):
             planned = self._mirror.off_reason or planned
+        if isinstance(planned, ChunkRequest) and self._exact and self._exact.suffices(planned, request.block_hashes):
+            tokens = self._exact.tokens(request.block_hashes)
+            planned, ours = Fallback.PREFIX_CACHED, planned
+            self._reports.add(request.request_id, chunks=plain_chunks(ours, tokens, self._mirror, planned))
         if isinstance(planned, ChunkRequest):
             self._requests[request.request_id] = planned
-            BlockSalts(request).add(planned.salts(self._shape))
+            planned.block_salts = BlockSalts(request)
+            planned.block_salts.add(planned.salts(self._shape))
             if self._config.miss_policy != "never":
                 self._backlog.add(chunk for chunk in to_fill if self._mirror.can_store(len(chunk.tokens)))
             return
@@ -130,8 +138,7 @@ class ChunkScheduler:
             return self.prefixes.matched(request, local, self._work), False
         matched = self._waiting.matched(ours, local, self._work, is_alone=not self._running)
         if isinstance(matched, Fallback):
-            keep_to_itself(request, ours.first_cut_block(self._shape))
-            return self._serve_plainly(ours, local, matched), False
+            return self._serve_plainly(request, ours, local, matched), False
         # A request that runs alone is computed at once. An adapter may not be active before its request's own step.
         may_be_long = bool(matched) and bool(self._running) and ours.adapter is None
         ours.is_long = may_be_long and self._admission.is_long(ours, local)
@@ -271,16 +278,22 @@ class ChunkScheduler:
         self._work.released.append(name)
         self._reports.fall_back(name, Fallback.ERROR)
 
-    def _serve_plainly(self, request: ChunkRequest, local: int, reason: Fallback) -> int:
-        """Serve a request with chunks as plain vLLM would: the worker loads 0 tokens."""
-        del self._requests[request.request_id]
-        if request.has_fetched:
-            self._work.released.append(request.request_id)
-        self._reports.fall_back(request.request_id, reason)
-        if self._mirror.off_reason is not None:  # then no chunk was looked up
-            return 0
-        looked_for = {digest: len(span) for span, digest in request.chunks_from(local)}
-        self._work.missed += [chunk for chunk in looked_for.items() if not self._mirror.has(chunk[0])]
-        if request.request_id in self._reports:
-            self._reports.add(request.request_id, chunks=plain_chunks(request, local, self._mirror, reason))
-        return 0
+    def _serve_plainly(self, request: Any, ours: ChunkRequest, local: int, reason: Fallback) -> int | None:
+        """Serve a request with chunks as plain vLLM would: the worker loads 0 tokens. Its blocks will be those of the
+        plain prompt, so others may find them, and it may find those of others: ``None`` has vLLM look again."""
+        del self._requests[ours.request_id]
+        if ours.has_fetched:
+            self._work.released.append(ours.request_id)
+        self._reports.fall_back(ours.request_id, reason)
+        assert ours.block_salts is not None
+        assert self._exact is not None
+        is_plain = ours.block_salts.take_back(local // self._shape.hash_block_size)
+        if not is_plain:
+            keep_to_itself(request, ours.first_cut_block(self._shape))
+        has_more = is_plain and self._exact.has_more(request.block_hashes, local)
+        if self._mirror.off_reason is None:  # otherwise no chunk was looked up
+            looked_for = {digest: len(span) for span, digest in ours.chunks_from(local)}
+            self._work.missed += [chunk for chunk in looked_for.items() if not self._mirror.has(chunk[0])]
+            if ours.request_id in self._reports:
+                self._reports.add(ours.request_id, chunks=plain_chunks(ours, local, self._mirror, reason))
+        return None if has_more else 0

@@ -1,0 +1,40 @@
+"""Exact KV of prompts with chunks, in vLLM's prefix cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, hashes_of_blocks
+from kvmosaic.engines.vllm.scheduler_side.admission import Admission
+from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
+from kvmosaic.engines.vllm.shape import EngineShape
+
+
+class ExactPrefixes:
+    """Finds out whether vLLM's prefix cache already has a prompt as plain vLLM computed it. It does if an earlier
+    prompt had the same chunks in the same order, and was prefilled because they were not stored yet."""
+
+    def __init__(self, shape: EngineShape, admission: Admission, pool: FreeBlocks) -> None:
+        self._shape = shape
+        self._admission = admission
+        self._pool = pool
+
+    def suffices(self, request: ChunkRequest, plain: Sequence[Any]) -> bool:
+        """Whether it has as many tokens as reuse would save, but for a part of a block. ``plain``: the hashes of the
+        prompt's blocks, without salts."""
+        saved = request.prompt.question.start - self._admission.tokens_to_compute(request, 0)
+        return saved >= self._shape.block_size and self._has(plain, saved // self._shape.block_size - 1)
+
+    def has_more(self, plain: Sequence[Any], local: int) -> bool:
+        """Whether it has a block behind the first ``local`` tokens."""
+        return self._has(plain, local // self._shape.block_size)
+
+    def tokens(self, plain: Sequence[Any]) -> int:
+        """Number of leading tokens that it has."""
+        count = 0
+        while self._has(plain, count):
+            count += 1
+        return count * self._shape.block_size
+
+    def _has(self, plain: Sequence[Any], index: int) -> bool:
+        blocks = hashes_of_blocks(list(plain), self._shape.hash_block_size, self._shape.block_size)
+        return index < len(blocks) and self._pool.has_cached(blocks[index])

@@ -1,0 +1,84 @@
+"""Prompts with chunks of which vLLM's own prefix cache has exact KV, under vLLM's own scheduler."""
+
+import pytest
+
+from kvmosaic.core.key import content_hash
+from tests.engines.vllm.scheduler_side.fakes import BLOCK, SYSTEM, make_request, text
+from tests.engines.vllm.scheduler_side.simulation import Simulation
+
+DOCUMENTS = [text(number, length) for number, length in enumerate((40, 25, 90), start=1)]
+AHEAD = len(SYSTEM) + sum(map(len, DOCUMENTS))
+"""Tokens before the question."""
+WHOLE = AHEAD // BLOCK * BLOCK
+"""Tokens before the question that whole blocks hold."""
+BLENDS = [(0.0, "composite"), (0.3, "composite"), (0.3, "sink-link")]
+
+
+def ask(name, question, documents=DOCUMENTS, blend=BLENDS[1], system=SYSTEM, **more):
+    told = {"report": True, "recompute_ratio": blend[0], "policy": blend[1], "sampling": {"max_tokens": 4}, **more}
+    return make_request(name, system, *documents, text(question, 10), **told)
+
+
+def store(engine, *documents):
+    for document in documents:
+        engine.workers.put(content_hash(document, engine.ours._planner._sink), "host")
+    engine.step()
+
+
+def answered(engine, *requests):
+    """The reports to requests that are answered, with the number of tokens that vLLM's own prefix cache had."""
+    counted = [request.prefill_stats for request in requests]  # vLLM takes it away at the end
+    for request in requests:
+        engine.add(request)
+    engine.finish()
+    engine.check_that_nothing_is_left()
+    reports = [engine.reports.get(request.request_id, {}) for request in requests]
+    return [
+        {**report, "local": stats.num_local_cached_tokens} for report, stats in zip(reports, counted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("blend", BLENDS)
+def test_another_question_about_documents_in_the_same_order_finds_what_the_first_one_computed(blend):
+    engine = Simulation(blocks=200)
+    [first] = answered(engine, ask("first", 91, blend=blend))
+    assert (first["mode"], first["fallback_reason"]) == ("plain", "not-stored")
+    store(engine, *DOCUMENTS)
+    [second] = answered(engine, ask("second", 92, blend=blend))
+    assert (second["mode"], second["fallback_reason"]) == ("plain", "prefix-cached")
+    assert second["local"] == WHOLE
+    assert [chunk["tier"] for chunk in second["chunks"][:-1]] == ["prefix-cache"] * 2
+    [third] = answered(engine, ask("third", 92, DOCUMENTS[::-1], blend=blend))
+    assert third["mode"] == "reuse"
+
+
+def test_what_reuse_blended_is_never_taken_for_exact():
+    """All documents are stored when the first question comes, so it is answered by reuse."""
+    engine = Simulation(blocks=200)
+    store(engine, *DOCUMENTS)
+    first, second = answered(engine, ask("first", 91), ask("second", 92))
+    assert first["mode"] == second["mode"] == "reuse"
+
+
+def test_a_system_prompt_alone_does_not_suffice():
+    engine = Simulation(blocks=200)
+    store(engine, *DOCUMENTS)
+    answered(engine, make_request("plain", SYSTEM, sampling={"max_tokens": 4}, report=True))
+    [report] = answered(engine, ask("first", 91, system=[*SYSTEM, *text(80, 20)]))
+    assert report["mode"] == "reuse"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_requests_that_come_together_compute_new_documents_once(is_async):
+    """As those of plain vLLM do."""
+    engine = Simulation(blocks=200, is_async=is_async)
+    reports = answered(engine, *(ask(str(number), 91 + number) for number in range(3)))
+    assert [report["mode"] for report in reports] == ["plain"] * 3
+    assert [report["local"] for report in reports] == [0, WHOLE, WHOLE]
+
+
+def test_a_request_of_another_user_finds_nothing():
+    engine = Simulation(blocks=200)
+    answered(engine, ask("first", 91))
+    [report] = answered(engine, ask("other", 92, cache_salt="other"))
+    assert report["local"] == 0
