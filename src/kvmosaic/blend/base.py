@@ -74,6 +74,11 @@ class AssembledPrompt(ABC):
         with all earlier tokens of the prompt visible. Computes all chunk tokens in layers ``0 .. layer``, leaves
         their fresh KV of these layers in the request's cache, and charges that."""
 
+    @property
+    def was_probed(self) -> bool:
+        """Whether a policy has probed it."""
+        return self.charged > 0
+
     def charged_ratio(self, selection: Selection) -> float:
         """Cost of ``selection`` and of the probes before it, as a share of the cost of computing all chunk tokens."""
         whole = self.num_layers * self.chunk_tokens
