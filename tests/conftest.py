@@ -45,14 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path in late)
 
 
-def pytest_report_header() -> str:
-    return f"seed: {seeds.VARIABLE}={seeds.SESSION}"
+def pytest_report_header() -> list[str]:
+    lines = [f"seed: {seeds.VARIABLE}={seeds.SESSION}"]
+    if find_spec("vllm") is None:
+        lines.append("no vLLM here: tests/engines/vllm and tests/soak are left out (make test-vllm runs them)")
+    return lines
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Repeat the seed after a failure: the header may be far above, and `-q` leaves it out."""
     if terminalreporter.stats.keys() & {"failed", "error"}:
-        terminalreporter.write_line(f"to draw the same numbers again: {pytest_report_header().partition(' ')[2]}")
+        terminalreporter.write_line(f"to draw the same numbers again: {seeds.VARIABLE}={seeds.SESSION}")
 
 
 @pytest.hookimpl(tryfirst=True)

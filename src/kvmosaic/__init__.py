@@ -1,3 +1,3 @@
 """kvmosaic: computes the KV cache of a document once and reuses it at any position in any prompt."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -5,71 +5,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic.blend import AssembledPrompt, Selection, choose, policy_named
+from kvmosaic.blend import Selection, choose, policy_named
 from kvmosaic.blend.base import Check, Policy
 from kvmosaic.blend.kv_deviation import whole_documents
 from kvmosaic.blend.query_attention import middle_layers
 from kvmosaic.blend.sink_link import first_tokens
 from kvmosaic.blend.spans import best_spans
 from kvmosaic.core.errors import KvmosaicError
-from kvmosaic.core.prompt import ChunkedPrompt, Span
-
-
-class Drawn(AssembledPrompt):
-    """A prompt whose probes give random numbers."""
-
-    def __init__(self, lengths, system, question, layers, full, seed):
-        spans, at = [], system
-        for length in lengths:
-            spans.append(Span(at, at + length))
-            at += length
-        prompt = ChunkedPrompt(tuple(range(at + question)), tuple(spans))
-        super().__init__(prompt, prompt.question, layers, full)
-        self.lot = torch.Generator().manual_seed(seed)
-
-    def question_attention(self, layers):
-        assert list(layers) == sorted(set(layers))
-        assert set(layers) <= set(self.full_layers)
-        self.charged += len(self.asked) * (layers[-1] + 1)
-        weights = torch.rand(self.chunk_tokens, generator=self.lot)
-        return weights / weights.sum()
-
-    def deviation(self, layer, part):
-        self.charged += self.chunk_tokens * (layer + 1)
-        return torch.rand(self.chunk_tokens, generator=self.lot)
-
-
-@st.composite
-def prompts(draw):
-    layers = draw(st.integers(10, 40))
-    full = [layer for layer in range(layers) if draw(st.booleans())]
-    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=9))
-    return Drawn(
-        lengths, draw(st.integers(0, 20)), draw(st.integers(1, 300)), layers, full, draw(st.integers(0, 2**31))
-    )
-
-
-SPECS = st.sampled_from(
-    ["random", "sink-link", "sink-link(k=3)", "query-attention", "query-attention(span=1)", "composite",
-     "composite(asking=1)", "composite(first=0, asking=1)", "composite(first=9, runs=3, reach=0.5)",
-     "kv-deviation", "kv-deviation(unit=document)",
-     "kv-deviation(part=v, layers=0+3+7)", "kv-deviation(threshold=1.5)"]
-)  # fmt: skip
+from tests.blend.drawn import SPECS, Drawn, prompts
 
 
 @settings(max_examples=300, deadline=None)
-@given(prompts(), SPECS, st.floats(0.01, 0.99))
+@given(prompts(), st.sampled_from(SPECS), st.floats(0.01, 0.99))
 def test_a_choice_is_chunk_tokens_in_order_within_the_ratio(prompt, spec, ratio):
-    selection = choose(policy_named(spec), prompt, ratio)
+    policy = policy_named(spec)
+    selection = choose(policy, prompt, ratio)
     inside = {position for span in prompt.prompt.chunks for position in span.positions}
-    assert set(selection.positions) <= inside
-    assert list(selection.positions) == sorted(set(selection.positions))
+    assert set(selection.positions) <= inside, f"{spec} chose tokens that are in no chunk"
+    assert list(selection.positions) == sorted(set(selection.positions)), f"{spec} chose tokens out of order"
     spent = selection.layer_tokens(prompt.num_layers)
     allowed = ratio * prompt.num_layers * prompt.chunk_tokens
-    assert spent + prompt.charged <= max(allowed, prompt.charged) + 1e-6
-    assert prompt.charged <= allowed + 1e-6  # no probe if it costs more than the budget
+    assert prompt.charged <= allowed + 1e-6, f"{spec} probed, although the probe costs more than the ratio allows"
+    if policy.keeps_ratio:
+        assert spent + prompt.charged <= allowed + 1e-6, f"{spec} spent more than the ratio allows"
     if spec in ("random", "sink-link", "composite"):
-        assert allowed - prompt.charged - spent < prompt.num_layers  # the whole budget is spent
+        assert allowed - prompt.charged - spent < prompt.num_layers, f"{spec} left a part of its budget"
 
 
 class Astray(Policy):
@@ -101,11 +61,39 @@ def test_tokens_out_of_order_are_refused_in_one_line(prompt, data):
     inside = st.sampled_from(prompt.positions().tolist())
     positions = data.draw(st.lists(inside, min_size=2, max_size=5))
     if positions == sorted(set(positions)):
-        assert choose(Astray(*positions), prompt, 0.5).positions == tuple(positions)
+        assert choose(Astray(*positions), prompt, 0.99).positions == tuple(positions)
     else:
         with pytest.raises(KvmosaicError, match=r"astray: .*not ascending") as error:
-            choose(Astray(*positions), prompt, 0.5)
+            choose(Astray(*positions), prompt, 0.99)
         assert "\n" not in str(error.value)
+
+
+@given(prompts(), st.floats(0.01, 0.99), st.integers(1, 360))
+def test_a_budget_that_is_exceeded_is_refused_in_one_line(prompt, ratio, count):
+    """By one token it may be, because tokens are whole."""
+    chosen = Astray(*prompt.positions()[:count].tolist())
+    if len(chosen.positions) <= ratio * prompt.chunk_tokens + 1:
+        assert choose(chosen, prompt, ratio).positions == chosen.positions
+    else:
+        with pytest.raises(KvmosaicError, match=rf"astray: .*the ratio allows {ratio:.0%}") as error:
+            choose(chosen, prompt, ratio)
+        assert "\n" not in str(error.value)
+
+
+def test_probes_are_part_of_the_budget():
+    class Prober(Astray):
+        reads_content = True
+
+        def probes(self, assembled, ratio):
+            return True
+
+        def select(self, assembled, ratio):
+            assembled.deviation(7, "k")
+            return super().select(assembled, ratio)
+
+    prompt = Drawn([10, 10], system=3, question=5, layers=10, full=[0, 1, 2, 3], seed=0)
+    with pytest.raises(KvmosaicError, match=r"astray: .*with its probes, cost 80%"):
+        choose(Prober(), prompt, 0.5)
 
 
 @pytest.mark.parametrize("reads_content", [False, True])

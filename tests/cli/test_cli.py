@@ -231,6 +231,11 @@ def test_bench_chunk_hit(smollm2_folder):
         (("generate", "hi", "--model", NARROW, "--max-tokens", "9000"), "8192 positions"),
         (("generate", "hi", "--model", "/nowhere/at/all"), "cannot load model"),
         (("generate", "hi", "--model", "gpt-9"), "no model 'gpt-9'"),
+        (
+            ("generate", "gpt-9", "hi"),
+            "'hi' follows 'gpt-9'; quote a prompt with spaces, and name a model with --model",
+        ),
+        (("generate", "hi", "--modell", "gpt-9"), "--modell"),
         (("serve", "smollm2-135m", "--policy", "guess"), "unknown policy"),
         (("bench", "ttft", "--tier", "disk"), "choose device or host"),
     ],

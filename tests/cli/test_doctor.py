@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+import kvmosaic
 from kvmosaic.cli.doctor import machine, model, settings
 from kvmosaic.cli.doctor.row import GIB
 from kvmosaic.cli.main import app
@@ -94,6 +95,26 @@ def test_json_is_alone_on_stdout():
     assert done.returncode == 0, done.stderr
     [line] = done.stdout.splitlines()
     assert {row["verdict"] for row in json.loads(line)["checks"]} <= {"ok", "warn"}
+
+
+def test_which_kvmosaic_it_is(monkeypatch, tmp_path):
+    """With the commit in a clone, and without it elsewhere."""
+    for args in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+        settings = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *settings, *args], cwd=tmp_path, check=True)
+    log = subprocess.run(["git", "log", "--format=%H"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    package = tmp_path / "src/kvmosaic/__init__.py"
+    monkeypatch.setattr(kvmosaic, "__file__", str(package))
+    verdict, found, _ = rows_of()["kvmosaic"]
+    version, _, commit = found.partition(", commit ")
+    assert (verdict, version) == ("ok", kvmosaic.__version__)
+    assert len(commit) >= 7
+    assert log.stdout.startswith(commit)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert rows_of()["kvmosaic"] == ("ok", kvmosaic.__version__, "")  # there is no git
+    monkeypatch.setattr(kvmosaic, "__file__", str(package.parent / "inner/package/__init__.py"))
+    assert rows_of()["kvmosaic"] == ("ok", kvmosaic.__version__, "")
 
 
 def test_without_vllm_there_is_a_warning(no_vllm):

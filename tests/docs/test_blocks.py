@@ -14,7 +14,7 @@ import yaml
 from kvmosaic.blend import choose
 from kvmosaic.cli.main import app
 from kvmosaic.core.config import load_config
-from tests.blend.test_choices import Drawn
+from tests.blend.drawn import Drawn
 from tests.docs.blocks import BAKERY, FERRY, ROOT, all_blocks, all_commands, block, inline_commands
 
 ENGINE = "tests/engines/vllm/test_documented_commands.py"

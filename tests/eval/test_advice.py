@@ -13,8 +13,8 @@ from kvmosaic.eval.summary import Reference, Summary, SummaryLine
 ANY = Interval(0.0, 0.0, 0.0)
 
 
-def line(policy, ratio, kl, top1=0.95, sink="document", ms=100.0):
-    row = Row(policy, ratio, ratio, kl, 2 * kl, top1, 0.5, 0.6, None, ms, 25)
+def line(policy, ratio, kl, top1=0.95, sink="document", ms=100.0, n=25):
+    row = Row(policy, ratio, ratio, kl, 2 * kl, top1, 0.5, 0.6, None, ms, n)
     return SummaryLine(row, ANY, ANY, ANY, ANY, sink, "auto")
 
 
@@ -33,8 +33,24 @@ def test_the_cheapest_that_is_close_enough_is_named():
         )
     )
     assert told.startswith("Choose policy composite at ratio 0.15: ")
-    assert "115 ms instead of 492" in told
+    assert "its median first token takes 115 ms instead of 492" in told
+    assert "no faster" not in told
     assert "KL 0.030" in told
+
+
+@pytest.mark.parametrize("ms", [492.3, 5733.0])
+def test_a_gain_that_was_not_measured_is_not_told(ms):
+    told = sentence(summary(line("composite", 0.15, 0.03, ms=ms)))
+    assert f"no faster in this run: its median first token takes {ms:.0f} ms, that of a full prefill 492." in told
+    assert "instead of" not in told
+
+
+@pytest.mark.parametrize("kl", [0.03, 0.5])
+def test_few_examples_are_no_reason_to_choose(kl):
+    assert sentence(summary(line("none", 0.0, kl, n=3))).startswith(
+        "3 examples are too few to choose by, so measure 25"
+    )
+    assert "too few" not in sentence(summary(line("none", 0.0, kl, n=25)))
 
 
 def test_nothing_recomputed_may_be_enough():

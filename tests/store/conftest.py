@@ -4,14 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from remote_servers import Mooncake, Valkey
+from remote_servers import DEADLINE_S, Mooncake, Valkey
 
 from kvmosaic.core.remote_url import RemoteUrl
 from kvmosaic.store.remote import mooncake
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
-
-DEADLINE_S = 10.0
-"""Deadline in tests that are not about deadlines, on machines that may be busy."""
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ assert store.setup("127.0.0.1", "P2PHANDSHAKE", 512 << 20, 16 << 20, "tcp", "", 
 print("ready", flush=True)
 time.sleep(3600)
 """
+DEADLINE_S = 10.0
+"""Deadline in tests that are not about deadlines, on machines that may be busy."""
 CLIENT_TTL_S = 600
 """Seconds for which a Mooncake master keeps a silent holder and its values. On two busy cores a holder may get no
 processor time for several seconds."""

@@ -74,6 +74,11 @@ class AssembledPrompt(ABC):
         with all earlier tokens of the prompt visible. Computes all chunk tokens in layers ``0 .. layer``, leaves
         their fresh KV of these layers in the request's cache, and charges that."""
 
+    @property
+    def was_probed(self) -> bool:
+        """Whether a policy has probed it."""
+        return self.charged > 0
+
     def charged_ratio(self, selection: Selection) -> float:
         """Cost of ``selection`` and of the probes before it, as a share of the cost of computing all chunk tokens."""
         whole = self.num_layers * self.chunk_tokens
@@ -116,6 +121,8 @@ class Policy(ABC):
     picks_starts: ClassVar[bool] = False
     """Whether only the first tokens of chunks are chosen. In their own chunk these see only each other, so layers
     with a sliding window need only the end of a chunk."""
+    keeps_ratio: ClassVar[bool] = True
+    """Whether the choice, with its probes, costs no more than the ratio allows."""
 
     @property
     def chunk_layers(self) -> int:
@@ -163,5 +170,11 @@ def choose(policy: Policy, assembled: AssembledPrompt, ratio: float) -> Selectio
         raise KvmosaicError(
             f"policy {policy.name}: select returned position {outside[0]}, which is in no chunk; take positions "
             "from assembled.positions()"
+        )
+    spent, rounding = assembled.charged_ratio(selection), 1 / assembled.chunk_tokens
+    if policy.keeps_ratio and spent > ratio + rounding:
+        raise KvmosaicError(
+            f"policy {policy.name}: the positions that select returned, with its probes, cost {spent:.0%} of all "
+            f"chunk tokens, and the ratio allows {ratio:.0%}; take at most assembled.affordable(ratio) positions"
         )
     return selection

@@ -24,6 +24,7 @@ class RecomputeAll(Policy):
 
     name: ClassVar[str] = "all"
     picks_starts: ClassVar[bool] = True
+    keeps_ratio: ClassVar[bool] = False
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
         return Selection(tuple(assembled.positions().tolist()))

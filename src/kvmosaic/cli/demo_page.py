@@ -54,6 +54,7 @@ def _fields(item: Compared) -> dict[str, Any]:
             "recompute_ratio": request.ratio,
             "reused_tokens": ours.cached_tokens - ours.recomputed_tokens,
             "recomputed": ours.recomputed,
+            "probed": ours.probed,
             "chunks": [chunk.as_dict() for chunk in ours.chunks],
         },
         "texts": [f"{DOCUMENTS[name][:80]}…" for name in request.documents],

@@ -10,9 +10,11 @@ import typer
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json
 from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import PromptError
+from kvmosaic.core.limits import shown
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str,
         typer.Argument(help="Prompt, or question about the documents given by --document; '-' reads it from stdin."),
@@ -47,6 +49,11 @@ def generate(
     json: JsonOption = False,
 ) -> None:
     """Answer one prompt with the embedded engine, reusing the KV of documents that are already stored."""
+    if context.args:  # a model in front, as in other commands, or a prompt without quotes
+        raise PromptError(
+            f"one prompt is expected, but {shown(context.args[0])} follows {shown(prompt)}; quote a prompt with "
+            "spaces, and name a model with --model"
+        )
     given = {"disk_path": disk_path, "remote": remote, "recompute_ratio": recompute_ratio, "policy": policy}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     documents = [_read(path) for path in document or ()]

@@ -31,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(demo.demo)
-app.command()(generate.generate)
+app.command(context_settings={"allow_extra_args": True})(generate.generate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
 app.command()(separator.separator)
 app.command("eval")(eval.evaluate)

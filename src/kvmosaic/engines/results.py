@@ -92,6 +92,8 @@ class RequestOutput:
     chunks: tuple[ChunkReport, ...]
     recomputed: tuple[tuple[int, int], ...] = ()
     """Start and end of the recomputed tokens; see :func:`joined`."""
+    probed: bool | None = None
+    """Whether the policy probed the prompt to choose them; ``None`` if no policy was asked."""
     absent_documents: tuple[int, ...] = ()
     """Indices of the named documents that occur nowhere in the prompt."""
     fallback_reason: str | None = None

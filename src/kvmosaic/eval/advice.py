@@ -6,6 +6,8 @@ from kvmosaic.eval.summary import Summary
 
 USUAL = Target(max_kl=0.05, min_top1=0.9)
 """Targets of ``kvmosaic calibrate`` unless the user sets others."""
+ENOUGH = 25
+"""Number of examples from which on a setting can be chosen."""
 WORDS = {
     "full prefill": "every token of the prompt is computed, as without kvmosaic; all rows are compared with it",
     "ratio": "the setting recompute_ratio: the share of document tokens that are computed again in their new place",
@@ -17,7 +19,7 @@ WORDS = {
     "EM, F1": "EM: share of answers that equal a right answer. F1: overlap of an answer's words with those of a "
     "right answer, from 0 to 1. Higher is better",
     "gap closed": "position of F1 between that of no documents at all (0 %) and that of a full prefill (100 %)",
-    "TTFT": "time to first token",
+    "TTFT": "time to first token, the median of all examples",
     "sink prefix": "text or learned KV that a document is computed after, when it is computed alone",
     "cell": "one policy at one ratio",
 }
@@ -34,13 +36,23 @@ def sentence(summary: Summary) -> str:
     row = best.row
     name = f"policy {row.policy} at ratio {row.ratio:g}" if row.ratio else "ratio 0, which recomputes nothing"
     name += f", with the sink prefix {best.sink_prefix}" if behind_sinks else ""
-    times = f"its first token takes {row.prefill_ms:.0f} ms instead of {summary.full_prefill.prefill_ms:.0f}"
+    few = f"{row.n} examples are too few to choose by, so measure {ENOUGH} or more; until then: "
+    first = few if row.n < ENOUGH else ""
     if chosen is None:
         return (
-            f"Nothing measured here stays close to a full prefill ({USUAL}); closest is {name} (KL "
+            f"{first}Nothing measured here stays close to a full prefill ({USUAL}); closest is {name} (KL "
             f"{row.kl_mean:.3f}, top-1 {row.top1:.3f}), so try larger ratios, or learn a sink prefix (kvmosaic tune)."
         )
     return (
-        f"Choose {name}: the cheapest setting of these {row.n} examples that stays close to a full prefill (KL "
-        f"{row.kl_mean:.3f}, top-1 {row.top1:.3f}; wanted: {USUAL}); {times}."
+        f"{first}Choose {name}: the cheapest setting of these {row.n} examples that stays close to a full prefill "
+        f"(KL {row.kl_mean:.3f}, top-1 {row.top1:.3f}; wanted: {USUAL}); "
+        f"{_compared(row.prefill_ms, summary.full_prefill.prefill_ms)}."
     )
+
+
+def _compared(ours_ms: float, full_ms: float) -> str:
+    """Both medians, in words that do not sound like a gain if there was none."""
+    ours = f"its median first token takes {ours_ms:.0f} ms"
+    if round(ours_ms) < round(full_ms):
+        return f"{ours} instead of {full_ms:.0f}"
+    return f"no faster in this run: {ours}, that of a full prefill {full_ms:.0f}"

@@ -122,7 +122,8 @@ class Tier(ABC):
 
     @abstractmethod
     def scan(self) -> Iterator[EntryInfo]:
-        """All stored entries, oldest first. ``pinned`` is always false: tiers know nothing about pins."""
+        """All stored entries, oldest first if the place tells their age. ``pinned`` is always false: tiers know
+        nothing about pins."""
 
     def prepare(self) -> None:  # noqa: B027 - memory is ready
         """Prepare the place before it is used. Raises an ``OSError`` if it cannot be used at all."""

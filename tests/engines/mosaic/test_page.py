@@ -166,6 +166,52 @@ def test_numbers_are_shown(page):
     assert "1.0 MiB of 2.0 MiB" in text("tiers")
 
 
+def plain(cached, ms, **report):
+    """A request without chunks of ours, of which vLLM's prefix cache had ``cached`` of 1,000 tokens."""
+    report = {"mode": "plain", "fallback_reason": None, **report}
+    return {"prompt_tokens": 1000, "cached_tokens": cached, "first_token_ms": ms, "report": report}
+
+
+@pytest.mark.long
+def test_requests_that_the_prefix_cache_answered_are_apart(browser, tmp_path):
+    """Also those whose documents it had, which have the mode ``reuse`` although nothing of ours was reused."""
+    held = [chunk(100, 900, tier="prefix-cache")]
+    known = plain(950, 22.0, mode="reuse", prefix_tokens=950, reused_tokens=0, chunks=held)
+    missing = [chunk(100, 900, "prefilled", None, "missing")]
+    new = plain(16, 500.0, fallback_reason="not-stored", chunks=missing)
+    requests = [known, new, plain(900, 24.0), plain(0, 700.0), REQUEST]
+    (tmp_path / "page.html").write_text(file_page("a session", STATS, requests))
+    browser.open(f"file://{tmp_path / 'page.html'}")
+    browser.wait_for("document.querySelectorAll('.row').length === 5")
+    told = browser.value("[...document.querySelectorAll('#first .three > div')].map(each => each.innerText)")
+    assert [each.split("\n") for each in told] == [
+        ["42 ms", "with reuse, median of 1"],
+        ["500 ms", "without, median of 3"],
+        ["23 ms", "prefix cache, median of 2"],
+    ]
+    rows = browser.value("[...document.querySelectorAll('.meta')].map(each => each.innerText)")
+    assert "prefix cache" in rows[0]
+    assert "95 % in the prefix cache" in rows[0]
+    assert "not stored yet" in rows[1]
+    assert "not-stored" not in rows[1]
+    assert "1.6 % in the prefix cache" in rows[1]
+    assert "prefix cache" not in rows[3].lower()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("probed", "words"), [(True, "by a probe"), (False, "without a probe"), (None, None)])
+def test_a_click_on_the_line_tells_how_tokens_were_chosen(browser, tmp_path, probed, words):
+    report = {**REQUEST["report"], "policy": "composite", "probed": probed}
+    (tmp_path / "page.html").write_text(file_page("a session", STATS, [{**REQUEST, "report": report}]))
+    browser.open(f"file://{tmp_path / 'page.html'}")
+    browser.wait_for("document.querySelectorAll('.row').length === 1")
+    browser.value("document.querySelector('.meta').click()")
+    told = browser.value("document.querySelector('dl').textContent")
+    assert "composite" in told
+    assert ("tokens chosen" in told) is (words is not None)
+    assert words is None or words in told
+
+
 @pytest.mark.long
 def test_texts_stay_texts(page):
     page.value("document.querySelectorAll('button.tile')[1].click()")

@@ -85,6 +85,21 @@ def test_text_between_chunks_sees_what_is_recomputed_before_it(llm, reference, p
         assert seen.logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
 
 
+@pytest.mark.parametrize(("policy", "probed"), [("composite(asking=0)", False), (ASKING, True), ("sink-link", False)])
+def test_reports_say_whether_the_policy_probed(llm, reference, policy, probed):
+    """Also when the choice is remembered from an earlier request."""
+    text = prompt(f"You are number {random.random()}.", DOCUMENTS, "Who owns the bakery? The owner is")
+    [embedded] = reference.generate(text, recompute_ratio=0.4, policy=policy, max_tokens=2)
+    assert embedded.probed is probed
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        [output] = answer(llm, [text], recompute_ratio=0.4, policy=policy, report=True)
+        report = output.kv_transfer_params
+        assert (report["policy"], report["probed"]) == (policy, probed)
+    [exact] = reference.generate(text, recompute_ratio=1.0, policy=policy, max_tokens=2)
+    assert exact.probed is None
+
+
 @pytest.mark.parametrize("policy", SHARED)
 def test_ratio_one_is_a_full_prefill_with_every_policy(llm, policy):
     text = prompt(f"You are number {random.random()}.", DOCUMENTS)

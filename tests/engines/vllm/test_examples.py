@@ -13,7 +13,10 @@ from tests.engines.vllm.server import serving
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-WITH_SERVER = ["openai_parts", "langchain_rag", "llama_index_named", "agent_tools", "read_report"]
+WITH_SERVER = [
+    *("openai_parts", "langchain_rag", "langchain_named", "llama_index_named"),
+    *("agent_tools", "read_report"),
+]
 
 
 @pytest.fixture(scope="module")

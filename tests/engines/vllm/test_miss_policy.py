@@ -239,3 +239,22 @@ def test_a_request_that_has_to_ask_again_is_not_judged_again(engine, monkeypatch
     assert (output.kv_transfer_params["mode"], len(judged)) == ("reuse", 1)
     [refused] = answer(engine, [prompt("And another one.", new_documents(1) + documents)], report=True)
     assert why_plain(refused) == "slower"
+
+
+def test_another_question_in_the_same_order_is_answered_from_the_prefix_cache(llm):
+    """After a first visit the answer is exact, and as fast as plain vLLM's; another order is served by reuse."""
+    documents = new_documents(4)
+    texts = [prompt("You are helpful.", documents, f"Question {random.random()}: it is") for _ in range(3)]
+    answer(llm, texts[:1])
+    while waiting_fills(llm):
+        plain(llm, ["Something else."])
+    outputs = answer(llm, texts[1:], report=True)
+    for output in outputs:
+        assert why_plain(output) == "prefix-cached"
+        ahead = output.kv_transfer_params["chunks"][-1]["span"]["end"]
+        assert output.num_cached_tokens >= ahead // SMALL["block_size"] * SMALL["block_size"]
+    [other] = answer(llm, [prompt("You are helpful.", documents[::-1])], report=True)
+    assert statuses(other) == ["cached"] * len(documents)
+    llm.reset_prefix_cache()
+    for ours, theirs in zip(outputs, plain(llm, texts[1:]), strict=True):
+        same(ours, theirs)

@@ -65,7 +65,7 @@ def _quiet_and_offline() -> Iterator[None]:
 def _checks(model: str | None, ranks: int, stages: int) -> Iterator[Row]:
     processes = ranks * stages
     # Imported here because they import torch, which would slow other commands down.
-    from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, runtime, vllm
+    from kvmosaic.cli.doctor.machine import accelerator, embedded_engine, kvmosaic_itself, runtime, vllm
     from kvmosaic.cli.doctor.model import model_rows
     from kvmosaic.cli.doctor.settings import (
         disk_tier,
@@ -77,6 +77,7 @@ def _checks(model: str | None, ranks: int, stages: int) -> Iterator[Row]:
     )
 
     settings, row = load_settings()
+    yield from guard("kvmosaic", kvmosaic_itself())
     yield from guard("Python, torch", runtime())
     yield from guard("accelerator", accelerator(settings))
     yield from guard("embedded engine", embedded_engine())

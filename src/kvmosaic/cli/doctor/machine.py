@@ -1,15 +1,34 @@
-"""Checks of this machine: torch, an accelerator, the two engines."""
+"""Checks of this machine: kvmosaic itself, torch, an accelerator, the two engines."""
 
 import platform
+import subprocess
 from collections.abc import Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
+import kvmosaic
 from kvmosaic.cli.doctor.row import GIB, Row, reason
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16
 from kvmosaic.engines.vllm.support import ASCEND_UNTRIED, version_problem
+
+
+def kvmosaic_itself() -> Iterator[Row]:
+    commit = _commit(Path(kvmosaic.__file__).parents[2])
+    yield Row("kvmosaic", "ok", f"{kvmosaic.__version__}, commit {commit}" if commit else kvmosaic.__version__)
+
+
+def _commit(clone: Path) -> str:
+    """The commit of a clone; empty if it is no clone, or git cannot tell."""
+    if not (clone / ".git").exists():
+        return ""
+    command = ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def runtime() -> Iterator[Row]:

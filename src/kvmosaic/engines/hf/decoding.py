@@ -26,6 +26,8 @@ class Assembled(NamedTuple):
     reports: tuple[ChunkReport, ...] = ()
     recomputed: tuple[int, ...] = ()
     """Positions of chunk tokens that were recomputed."""
+    probed: bool | None = None
+    """Whether the policy probed the prompt to choose them; ``None`` if no policy was asked."""
     charged_ratio: float = 0.0
     """Cost of recomputing and choosing them, as a share of computing all chunk tokens in all layers."""
     missing: Mapping[tuple[int, ...], Missing] = MappingProxyType({})

@@ -236,6 +236,7 @@ class LLM:
             prefilled_tokens=len(prompt.token_ids) - cached - filled,
             chunks=reports,
             recomputed=tuple((start, end) for start, end in joined(assembled.recomputed)) if assembled else (),
+            probed=assembled.probed if assembled else None,
             absent_documents=read.absent,
             fallback_reason=reason,
         )
@@ -279,6 +280,7 @@ class LLM:
             lambda so_far: engine.step(so_far, kv),
             tuple(reports.values()),
             selection.positions,
+            assembled.was_probed if usable and 0 < ratio < 1 else None,
             assembled.charged_ratio(selection),
             missing,
         )

@@ -103,6 +103,15 @@ class ChunkLoad:
         return hashlib.sha256(text.encode() + self.prompt.token_array.tobytes()).digest()
 
 
+class Recomputed(NamedTuple):
+    """The tokens of a request's chunks that were recomputed."""
+
+    spans: list[list[int]]
+    """Start and end of each run."""
+    probed: bool | None
+    """Whether the policy probed the prompt to choose them; ``None`` if no policy was asked."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChunkFetch:
     """Entries to fetch into the fastest tier for a waiting request, while other requests run."""
@@ -247,8 +256,8 @@ class RankReport:
     tiers: TiersInUse = "all"
     max_stored_tokens: int | None = None
     """Number of tokens of the longest chunk that its store has room for; ``None`` without a limit."""
-    recomputed: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Start and end of the recomputed tokens, by request whose load is reported."""
+    recomputed: dict[str, Recomputed] = field(default_factory=dict)
+    """The recomputed tokens, by request whose load is reported."""
     adapters: dict[int, bytes] = field(default_factory=dict)
     """Digests of adapters that vLLM has loaded since the last report, by number."""
     is_all: bool = False

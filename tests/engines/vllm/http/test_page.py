@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from urllib.parse import urljoin
 
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge
@@ -85,6 +86,15 @@ def test_with_the_key_the_page_is_shown(page_client, headers):
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
     assert answer.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("root", ["", "/behind/a/proxy"])
+def test_without_the_slash_the_browser_is_sent_to_the_page(page_client, root):
+    client = page_client()
+    answer = client.get("/kvmosaic", headers=basic(KEY), follow_redirects=False)
+    assert answer.status_code == 307
+    assert urljoin(f"http://server{root}/kvmosaic", answer.headers["location"]) == f"http://server{root}/kvmosaic/"
+    assert client.get("/kvmosaic", headers=basic(KEY)).text.startswith("<!doctype html>")
 
 
 def test_a_key_with_a_colon_and_other_letters_opens_in_browsers(page_client, monkeypatch):

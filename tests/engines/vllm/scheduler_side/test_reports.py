@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvmosaic.core.parser import ChunkTokenParser
-from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.messages import Line, Recomputed
 from kvmosaic.engines.vllm.scheduler_side.planner import MAX_NAMED
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
@@ -300,9 +300,24 @@ def test_a_report_says_which_tokens_were_recomputed():
     side.begin(request)
     [load] = side.step().loads
     assert load.is_reported
-    side.report(recomputed={request.request_id: [[20, 25], [60, 65]], "somebody else": [[1, 2]]})
+    spans = [[20, 25], [60, 65]]
+    side.report(recomputed={request.request_id: Recomputed(spans, False), "x": Recomputed([[1, 2]], True)})
     report = side.scheduler.finished(request)
-    assert (report["recompute_ratio"], report["recomputed"]) == (0.25, [[20, 25], [60, 65]])
+    assert (report["recompute_ratio"], report["recomputed"]) == (0.25, spans)
+    assert (report["policy"], report["probed"]) == ("composite", False)
+
+
+def test_a_report_does_not_say_how_a_policy_chose_that_was_not_asked():
+    """No policy is asked if none of the chunks could be brought."""
+    side = Side()
+    side.store(FIRST)
+    request = side.add(ask_about(FIRST, recompute_ratio=0.25))
+    side.begin(request)
+    side.step()
+    side.report(recomputed={request.request_id: Recomputed([], None)})
+    report = side.scheduler.finished(request)
+    assert report["recomputed"] == []
+    assert "probed" not in report
 
 
 def test_tokens_of_requests_without_a_report_are_not_reported():

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvmosaic.core.admin_key import AdminKey
@@ -19,7 +19,7 @@ from kvmosaic.engines.vllm.http.recent import RecentRequests
 from kvmosaic.engines.vllm.http.statistics import server_statistics
 from kvmosaic.engines.vllm.setup import load_tokenizer
 
-PATHS = frozenset({"/kvmosaic/", "/kvmosaic/requests", "/kvmosaic/stats"})
+PATHS = frozenset({"/kvmosaic", "/kvmosaic/", "/kvmosaic/requests", "/kvmosaic/stats"})
 """Paths of the page and of its data."""
 MAX_SEEN = 64
 """Maximum number of API servers that a page may say to have seen."""
@@ -41,7 +41,7 @@ class PageApp:
     those that other sites trigger, so no request may change anything.
 
     ========================== =====================================================================
-    ``GET /kvmosaic/``         the page
+    ``GET /kvmosaic/``         the page; ``/kvmosaic`` leads to it
     ``GET /kvmosaic/requests`` the latest requests; ``?seen=PROCESS.NUMBER,…`` leaves out known ones
     ``GET /kvmosaic/stats``    numbers since the engine started
     ========================== =====================================================================
@@ -83,6 +83,9 @@ class PageApp:
             case "stats":
                 stats = await asyncio.to_thread(server_statistics, self._config, self._engine)
                 return JSONResponse(stats, headers=HEADERS)
+            case "kvmosaic":
+                # Relative, as a proxy may have its own path before ours.
+                return RedirectResponse("kvmosaic/", HTTPStatus.TEMPORARY_REDIRECT, HEADERS)
         return HTMLResponse(live_page(), headers=HEADERS | {"Content-Security-Policy": content_policy()})
 
     def _requests(self, seen: str) -> bytes:

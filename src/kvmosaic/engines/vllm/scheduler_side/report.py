@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmosaic.engines.results import ChunkReport, ChunkStatus, Fallback
+from kvmosaic.engines.vllm.messages import Recomputed
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
@@ -64,10 +65,17 @@ def reuse_report(request: ChunkRequest, local: int, mirror: StoreMirror, lacking
     return {
         "mode": "fill" if any(chunk.status == "filled" for chunk in chunks) else "reuse",
         "recompute_ratio": request.ratio,
+        **({"policy": request.policy} if 0 < request.ratio < 1 else {}),
         "prefix_tokens": local,
         "reused_tokens": int(reused),
         "chunks": [chunk.as_dict() for chunk in chunks],
     }
+
+
+def choice_report(recomputed: Recomputed) -> dict[str, Any]:
+    """The report on the tokens that were recomputed, and on how they were chosen."""
+    told: dict[str, Any] = {"recomputed": recomputed.spans}
+    return told if recomputed.probed is None else told | {"probed": recomputed.probed}
 
 
 def plain_chunks(request: ChunkRequest, local: int, mirror: StoreMirror, why: Fallback) -> list[dict[str, Any]]:

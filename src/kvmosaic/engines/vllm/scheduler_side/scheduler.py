@@ -24,7 +24,7 @@ from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
 from kvmosaic.engines.vllm.scheduler_side.loads import Loads
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from kvmosaic.engines.vllm.scheduler_side.prefix import PrefixScheduler
-from kvmosaic.engines.vllm.scheduler_side.report import Reports, plain_chunks, reuse_report
+from kvmosaic.engines.vllm.scheduler_side.report import Reports, choice_report, plain_chunks, reuse_report
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.running import RunningRequests
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
@@ -229,10 +229,10 @@ class ChunkScheduler:
                 self.prefixes.fetched(rank.rank, request_id)
                 if request_id in self._requests:
                     self._requests[request_id].arrived(rank.rank, rank.not_fetched.get(request_id, frozenset()))
-            for request_id, spans in rank.recomputed.items():
+            for request_id, recomputed in rank.recomputed.items():
                 ours = self._requests.get(request_id)
                 if ours is not None and ours.report:
-                    ours.report["recomputed"] = spans
+                    ours.report |= choice_report(recomputed)
             if rank.is_off:
                 self.prefixes.turn_off()  # the code that failed also moves prefixes
         if self._mirror.off_reason is not None and self._pool is not None:

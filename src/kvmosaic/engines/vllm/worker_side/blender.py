@@ -21,11 +21,15 @@ REMEMBERED_TOKENS = 2**24
 """Maximum number of chosen tokens that are remembered, of all prompts together."""
 
 
-class _Choice(NamedTuple):
+class Choice(NamedTuple):
+    """The tokens of a prompt's chunks to recompute."""
+
     positions: np.ndarray
-    """Ascending, ``[tokens]`` int32."""
-    computed_layer: int | None
+    """Ascending, ``[tokens]``."""
+    computed_layer: int | None = None
     """Layer up to which a probe computed all chunk tokens and left them in the blocks, if it did."""
+    probed: bool | None = None
+    """Whether the policy probed the prompt; ``None`` if no policy was asked."""
 
 
 class Blend(NamedTuple):
@@ -33,7 +37,7 @@ class Blend(NamedTuple):
 
     load: ChunkLoad
     probe: VllmProbe
-    known: _Choice | None
+    known: Choice | None
     """Earlier choice for the same prompt, if there is one."""
     needs_context: bool
     """Whether all tokens in no chunk before the question have to be computed before the choice."""
@@ -53,7 +57,7 @@ class Blender:
         self._images = images
         is_full = ranks.of_all_layers([layer.window is None for layer in forward.kv.layers])
         self._full_layers = [layer for layer, sees_all in enumerate(is_full) if sees_all]
-        self._choices: dict[bytes, _Choice] = {}
+        self._choices: dict[bytes, Choice] = {}
         self._remembered = 0
         """Number of chosen tokens of all remembered choices."""
 
@@ -78,15 +82,15 @@ class Blender:
         )
         return None if needs_context is None else Blend(load, probe, None, needs_context)
 
-    def choose(self, blend: Blend) -> np.ndarray | None:
-        """Positions to recompute, ``[tokens]``, ascending, from the load's start on. ``None`` if choosing failed on
-        some rank; the KV of chunks is then undefined."""
+    def choose(self, blend: Blend) -> Choice | None:
+        """The tokens to recompute, from the load's start on. ``None`` if choosing failed on some rank; the KV of
+        chunks is then undefined."""
         load, probe, choice, _ = blend
         if not probe.chunk_tokens or load.ratio == 0:
-            return np.empty(0, dtype=np.int64)
+            return Choice(np.empty(0, dtype=np.int64))
         if load.ratio == 1:
             chosen = probe.positions().numpy()
-            return chosen[chosen >= load.start]
+            return Choice(chosen[chosen >= load.start])
         if choice is None:
             choice = self._ranks.together(lambda: self._ask(load, probe), f"policy {load.policy}")
             if choice is None:
@@ -103,11 +107,11 @@ class Blender:
                 return None
         while len(self._choices) > REMEMBERED or self._remembered > REMEMBERED_TOKENS:
             self._remembered -= len(self._choices.pop(next(iter(self._choices))).positions)
-        return choice.positions[choice.positions >= load.start]
+        return choice._replace(positions=choice.positions[choice.positions >= load.start])
 
-    def _ask(self, load: ChunkLoad, probe: VllmProbe) -> _Choice:
+    def _ask(self, load: ChunkLoad, probe: VllmProbe) -> Choice:
         policy = policy_named(load.policy)
         # The time of a choice that does not look at the prompt says nothing about those that do.
         with self._timer.stage("probe", load.prompt.question.start - load.start if policy.reads_content else 0):
             chosen = choose(policy, probe, load.ratio).positions
-        return _Choice(np.array(chosen, dtype=np.int32), probe.computed_layer)
+        return Choice(np.array(chosen, dtype=np.int32), probe.computed_layer, probe.was_probed)

@@ -14,7 +14,7 @@ from kvmosaic.engines.chunk_cache import ChunkCache
 from kvmosaic.engines.results import Fallback, joined
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run, runs_of
-from kvmosaic.engines.vllm.messages import ChunkLoad, adapter_id
+from kvmosaic.engines.vllm.messages import ChunkLoad, Recomputed, adapter_id
 from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
@@ -63,8 +63,8 @@ class ChunkLoader:
         self._stats = stats
         self.slices = Slices()
         """Runs that later steps have to compute."""
-        self.recomputed: dict[str, list[list[int]]] = {}
-        """Start and end of the tokens that were recomputed since the last report, by request that is reported."""
+        self.recomputed: dict[str, Recomputed] = {}
+        """The tokens that were recomputed since the last report, by request that is reported."""
 
     def load(self, loads: Sequence[ChunkLoad], slice_tokens: int) -> None:
         """Load positions from ``load.start`` up to the question of each request into its blocks. Also compute the
@@ -97,22 +97,22 @@ class ChunkLoader:
                 # compute.
                 self._compute([*before, mine])
                 before, mine = [], _Due([])
-            blended = None if blend is None else self._blender.choose(blend)
-            if blend is None or blended is None:
+            chosen = None if blend is None else self._blender.choose(blend)
+            if blend is None or chosen is None:
                 self._stats.failed("choose")
                 return [*before, self._whole(load, Fallback.ERROR, slice_tokens)]
             wanted = np.zeros_like(fresh)
-            wanted[blended] = True
+            wanted[chosen.positions] = True
             wanted &= ~fresh
             self._count(load, brought, fresh, int(wanted.sum()))
             if load.is_reported and load.ratio:
-                self.recomputed[load.request_id] = joined(np.flatnonzero(wanted))
+                self.recomputed[load.request_id] = Recomputed(joined(np.flatnonzero(wanted)), chosen.probed)
         if mine.runs:
             wanted |= fresh
         else:
             # Text behind a changed token was computed before the choice. It is computed again, to see the changed
             # token. Missing chunks are not: they have seen all that is before them, and are long.
-            changed = blend.probe.first_changed(blended)
+            changed = blend.probe.first_changed(chosen.positions)
             again = fresh & ~_in_chunks(load) if blend.probe.keeps_fresh else fresh
             wanted[changed:] |= again[changed:]
         return [*before, self._first_slice(load, _Due(self._runs(load, wanted), mine.system_remainder), slice_tokens)]
