@@ -60,12 +60,15 @@ def test_what_reuse_blended_is_never_taken_for_exact():
     assert first["mode"] == second["mode"] == "reuse"
 
 
-def test_a_system_prompt_alone_does_not_suffice():
+@pytest.mark.parametrize("blend", BLENDS)
+def test_a_system_prompt_alone_does_not_suffice_even_if_it_is_longer_than_the_documents(blend):
     engine = Simulation(blocks=200)
     store(engine, *DOCUMENTS)
-    answered(engine, make_request("plain", SYSTEM, sampling={"max_tokens": 4}, report=True))
-    [report] = answered(engine, ask("first", 91, system=[*SYSTEM, *text(80, 20)]))
+    system = [*SYSTEM, *text(80, 2 * AHEAD)]
+    answered(engine, make_request("plain", system, sampling={"max_tokens": 4}, report=True))
+    [report] = answered(engine, ask("first", 91, blend=blend, system=system))
     assert report["mode"] == "reuse"
+    assert report["local"] == len(system) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("is_async", [False, True])

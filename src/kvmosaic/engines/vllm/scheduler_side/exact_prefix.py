@@ -21,8 +21,10 @@ class ExactPrefixes:
     def suffices(self, request: ChunkRequest, plain: Sequence[Any]) -> bool:
         """Whether it has as many tokens as reuse would save, but for a part of a block. ``plain``: the hashes of the
         prompt's blocks, without salts."""
-        saved = request.prompt.question.start - self._admission.tokens_to_compute(request, 0)
-        return saved >= self._shape.block_size and self._has(plain, saved // self._shape.block_size - 1)
+        size = self._shape.block_size
+        shared = request.prompt.chunks[0].start // size * size  # with reuse, the prefix cache has these as well
+        spared = request.prompt.question.start - self._admission.tokens_to_compute(request, shared)
+        return spared - shared >= size and self._has(plain, spared // size - 1)
 
     def has_more(self, plain: Sequence[Any], local: int) -> bool:
         """Whether it has a block behind the first ``local`` tokens."""
