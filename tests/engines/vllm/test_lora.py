@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
+from kvmosaic.engines.vllm.compat.adapters import with_adapter
 from kvmosaic.engines.vllm.scheduler_side import idle_fills
 from tests.engines.vllm.helpers import (
     adapter_manager,
@@ -267,6 +268,16 @@ def test_weights_that_are_replaced_under_the_same_name(tiny_llama, tmp_path):
     assert llm.reset_prefix_cache()
     assert statuses(ask_one(llm, second, which, report=True)) == ["cached"] * len(LENGTHS)
     same(ask_one(llm, second, which, recompute_ratio=1.0), old)
+
+
+def test_a_pass_between_steps_does_not_need_the_adapters_of_the_last_step(tiny_llama, tmp_path):
+    """They may be gone by then. vLLM's newer runner starts on a GPU with such adapters, which it made up to measure
+    memory."""
+    llm = start(tiny_llama, **ADAPTERS, **SETTINGS)
+    ask_one(llm, ([5, 6, 7], []), LoRARequest("adapter", 1, write_adapter(tmp_path / "adapter", 1)), max_tokens=1)
+    assert llm.llm_engine.remove_lora(1)
+    with with_adapter(worker_side().forward._runner, 0, 1, 4):
+        assert adapter_manager()._last_mapping.prompt_mapping == (0,)
 
 
 def test_digests_are_those_of_what_is_loaded(tiny_llama, tmp_path):

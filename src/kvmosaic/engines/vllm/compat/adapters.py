@@ -52,5 +52,7 @@ def with_adapter(runner: Any, adapter_id: int, sequences: int, tokens: int) -> I
     try:
         yield
     finally:
-        if before is not None:
+        # The adapters of an earlier step may be gone, as those that vLLM makes up at its start. The next step sets
+        # its own.
+        if before is not None and set(before.prompt_mapping) - {0} <= active_adapters(runner):
             manager.set_adapter_mapping(before)
