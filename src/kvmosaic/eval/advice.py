@@ -36,7 +36,7 @@ def sentence(summary: Summary) -> str:
     row = best.row
     name = f"policy {row.policy} at ratio {row.ratio:g}" if row.ratio else "ratio 0, which recomputes nothing"
     name += f", with the sink prefix {best.sink_prefix}" if behind_sinks else ""
-    few = f"{row.n} examples are too few to choose by, so measure {ENOUGH} or more; until then: "
+    few = f"Only {row.n} examples were measured; measure {ENOUGH} or more before you choose. "
     first = few if row.n < ENOUGH else ""
     if chosen is None:
         return (
@@ -55,4 +55,4 @@ def _compared(ours_ms: float, full_ms: float) -> str:
     ours = f"its median first token takes {ours_ms:.0f} ms"
     if round(ours_ms) < round(full_ms):
         return f"{ours} instead of {full_ms:.0f}"
-    return f"no faster in this run: {ours}, that of a full prefill {full_ms:.0f}"
+    return f"it was no faster in this run: {ours}, and that of a full prefill {full_ms:.0f} ms"

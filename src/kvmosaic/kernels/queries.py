@@ -10,7 +10,7 @@ import torch
 ROWS, FLAT_ROWS = 128, 64
 """Number of rows of a tile: tokens times the query heads that share a KV head. Small tiles are for flat keys."""
 FLAT_FROM = 6
-"""Number of small tiles that have to read a key, on average, so that copying all keys behind each other pays."""
+"""Number of small tiles that have to read a key, on average, so that copying all keys to contiguous memory pays."""
 RANGE_KEYS, STEP = 512, 128
 """Number of keys up to which a tile is never split, and the alignment of key ranges."""
 
@@ -25,7 +25,7 @@ class Asking(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Copying all blocks behind each other, for a pass whose tiles read each key often."""
+    """Copying all blocks to contiguous memory, for a pass whose tiles read each key often."""
 
     blocks: torch.Tensor
     """All blocks, sequence after sequence, ``[blocks]`` int64."""
@@ -75,7 +75,8 @@ class Queries:
 def _flat(
     sequences: Sequence[Asking], group: int, device: torch.device, at_once: int, table: np.ndarray
 ) -> Flat | None:
-    if group > FLAT_ROWS:
+    has_tma = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+    if group > FLAT_ROWS or not has_tma:
         return None
     reads = int(_cover(sequences, FLAT_ROWS // group)[:, 3].sum())
     if reads < FLAT_FROM * sum(int(positions[-1]) + 1 for positions, _ in sequences):

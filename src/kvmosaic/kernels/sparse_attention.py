@@ -4,8 +4,9 @@ Backends take runs of consecutive tokens and read a sequence's whole KV for each
 far apart they are, and every tile reads the KV once. Single tokens cost hardly more than a run.
 
 If there are too few tiles to keep a GPU busy, several programs share the keys of a tile, and their results are
-combined. If there are many, all blocks are first copied behind each other. Then the GPU's copy engine can bring the
-keys, and two programs fit on a multiprocessor: one multiplies while the other computes weights.
+combined. If tiles read each key often, all blocks are first copied to contiguous memory. Then the tensor memory
+accelerator (TMA) of Hopper GPUs can bring the keys, and two programs fit on a multiprocessor: one multiplies while
+the other computes weights.
 """
 
 import torch
@@ -20,7 +21,7 @@ except ImportError:  # only the torch reference is available, and the kernel is 
     triton = None
 
 FLAT_BYTES = 2**29
-"""Maximum bytes of blocks that are copied behind each other."""
+"""Maximum bytes of blocks that are copied to contiguous memory."""
 
 
 def sparse_attention(
@@ -39,7 +40,8 @@ def sparse_attention(
     # The K and V that a program holds at a time have to fit into shared memory, several times if they are prefetched.
     k_padded, v_padded = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     row_bytes = max(k_padded, v_padded) * q.element_size()
-    flat = queries.flat if window is None and (k_padded, v_padded) == (k_dim, v_dim) and row_bytes <= 256 else None
+    is_even = (k_padded, v_padded) == (k_dim, v_dim) and row_bytes <= 256 and q.element_size() == 2
+    flat = queries.flat if window is None and is_even else None
     if flat is not None and len(flat.blocks) * cache[0].numel() * cache.element_size() <= FLAT_BYTES:
         tiles, keys, stages, warps = flat.tiles, 64, 3, 4
         rows = cache.transpose(1, 2).index_select(0, flat.blocks).flatten(0, 1)  # [keys, kv_heads, k_dim + v_dim]

@@ -81,7 +81,7 @@ def names(events):
 
 @pytest.fixture(scope="module")
 def router(tiny_llama):
-    return Router(tiny_llama, host_memory="8MB", chunk_cache_gpu_memory_fraction=0.0)
+    return Router(tiny_llama, host_memory="8MB", chunk_cache_gpu_memory_fraction=0.0, miss_policy="fill-first")
 
 
 def test_events_are_those_of_vllm_for_what_is_stored(router):

@@ -240,15 +240,13 @@ class RankReport:
     """Name of its fastest tier."""
     changes: dict[bytes, str | None]
     """By content hash: the fastest tier that has the entry now, if any."""
-    fetched: list[str]
-    """Requests whose fetch is done."""
+    fetched: dict[str, frozenset[bytes]]
+    """Content hashes of the entries that were not brought, by request whose fetch is done."""
     costs: dict[str, Line]
     """Costs by stage, as measured until now: computing tokens (``blend``), moving them into place (``remap``),
     filling (``fill``), probing (``probe``)."""
     is_off: bool
     """Whether it failed its self-test, so that nothing may be reused."""
-    not_fetched: dict[str, frozenset[bytes]] = field(default_factory=dict)
-    """Content hashes of the entries that these fetches did not bring, by request."""
     weights: int = 0
     """Number of times that weights have changed."""
     weights_digest: str = ""

@@ -120,18 +120,20 @@ class Side:
         *,
         rank: int | None = None,
         fetched: Sequence[str] = (),
+        not_brought: Mapping[str, frozenset[bytes]] | None = None,
         costs: Mapping[str, Line] | None = None,
         is_off: bool = False,
         **more: Any,
     ) -> None:
-        """Process the report of one rank, or of every rank, after a step."""
+        """Process the report of one rank, or of every rank, after a step. ``not_brought``: what was not brought by
+        fetches that are done, by request."""
         ranks = range(self.setup.shape.ranks) if rank is None else [rank]
         reports = [
             RankReport(
                 rank=each,
                 fastest="host",
                 changes=dict(changes or {}),
-                fetched=list(fetched),
+                fetched={name: frozenset() for name in fetched} | dict(not_brought or {}),
                 costs=dict(costs or {}),
                 is_off=is_off,
                 **more,

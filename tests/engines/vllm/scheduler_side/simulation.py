@@ -422,7 +422,7 @@ class Workers:
             rank=rank,
             fastest="host",
             changes=dict(self.store) if is_all else changes,
-            fetched=fetched,
+            fetched=dict.fromkeys(fetched, frozenset()),
             costs=dict(self.costs),
             is_off=False,
             is_all=is_all,

@@ -56,7 +56,7 @@ def test_what_is_faster_is_always_done():
 def admission(*stored, step_tokens=64, **settings):
     mirror = StoreMirror(1)
     changes = {digest_of(chunk): "host" for chunk in stored}
-    mirror.update(RankReport(rank=0, fastest="host", changes=changes, fetched=[], costs={}, is_off=False))
+    mirror.update(RankReport(rank=0, fastest="host", changes=changes, fetched={}, costs={}, is_off=False))
     config = load_config(**{"miss_policy": "background", **settings})
     rules = Admission(config, make_shape(step_tokens=step_tokens), mirror)
     rules.measured(0, {})  # each rank says so in its first report

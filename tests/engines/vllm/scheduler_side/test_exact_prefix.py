@@ -3,7 +3,9 @@
 import pytest
 
 from kvmosaic.core.key import content_hash
-from tests.engines.vllm.scheduler_side.fakes import BLOCK, SYSTEM, make_request, text
+from kvmosaic.engines.results import Fallback
+from kvmosaic.engines.vllm.messages import Adapter
+from tests.engines.vllm.scheduler_side.fakes import BLOCK, SYSTEM, Side, ask_about, make_request, text
 from tests.engines.vllm.scheduler_side.simulation import Simulation
 
 DOCUMENTS = [text(number, length) for number, length in enumerate((40, 25, 90), start=1)]
@@ -78,6 +80,33 @@ def test_requests_that_come_together_compute_new_documents_once(is_async):
     reports = answered(engine, *(ask(str(number), 91 + number) for number in range(3)))
     assert [report["mode"] for report in reports] == ["plain"] * 3
     assert [report["local"] for report in reports] == [0, WHOLE, WHOLE]
+    for report in reports[1:]:
+        assert [chunk["tier"] for chunk in report["chunks"][:-1]] == ["prefix-cache"] * 2
+
+
+@pytest.mark.parametrize("blend", BLENDS)
+def test_documents_that_vllm_evicts_while_a_request_waits_are_reused(blend):
+    engine = Simulation(blocks=24)
+    answered(engine, ask("first", 91, blend=blend))
+    store(engine, *DOCUMENTS)
+    ahead = make_request("ahead", text(70, 330), sampling={"max_tokens": 4}, report=True)
+    _, report = answered(engine, ahead, ask("second", 92, blend=blend))
+    assert report["mode"] == "reuse"
+
+
+def test_blocks_of_an_adapter_are_never_taken_for_exact():
+    """vLLM may replace an adapter's weights under the same name."""
+    side = Side(recompute_ratio=0.0)
+    request = side.add(ask_about(*DOCUMENTS))
+    ours = side.ours(request)
+    exact, plain = side.scheduler._exact, ours.block_salts.plain
+    side.store(*DOCUMENTS)
+    side.scheduler._pool.has_cached = lambda block_hash: True
+    assert exact.enough(ours, plain) > 0
+    ours.adapter = Adapter(1, b"digest")
+    assert exact.enough(ours, plain) == 0
+    side.scheduler._serve_plainly(request, ours, 0, Fallback.SLOWER)
+    assert request.block_hashes != plain
 
 
 def test_a_request_of_another_user_finds_nothing():

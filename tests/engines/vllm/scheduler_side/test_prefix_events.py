@@ -33,7 +33,7 @@ def test_a_segment_is_announced_while_all_ranks_have_it():
 
     def report(rank, **changes):
         changed = {name.encode(): tier for name, tier in changes.items()}
-        mirror.update(RankReport(rank=rank, fastest="host", changes=changed, fetched=[], costs={}, is_off=False))
+        mirror.update(RankReport(rank=rank, fastest="host", changes=changed, fetched={}, costs={}, is_off=False))
         events.update(changed)
         return [(type(event), list(map(hashes.index, map(as_bytes, event.block_hashes)))) for event in events.take()]
 
@@ -191,7 +191,7 @@ def test_hashes_finer_than_blocks_are_put_together():
     events = PrefixEvents(mirror.has, make_shape(hash_block_size=8), [FULL])
     events.expect(b"one", 0, tokens, hashes)
     changes = {b"one": "host"}
-    mirror.update(RankReport(rank=0, fastest="host", changes=changes, fetched=[], costs={}, is_off=False))
+    mirror.update(RankReport(rank=0, fastest="host", changes=changes, fetched={}, costs={}, is_off=False))
     events.update(changes)
     [event] = events.take()
     assert len(event.block_hashes) == SEGMENT // BLOCK
@@ -202,7 +202,7 @@ def test_a_segment_whose_last_block_is_not_hashed_yet_is_not_awaited():
     events = PrefixEvents(mirror.has, make_shape(), [FULL])
     events.expect(b"one", 0, tokens, [bytes([index]) * 32 for index in range(PER_SEGMENT - 1)])
     changes = {b"one": "host"}
-    mirror.update(RankReport(rank=0, fastest="host", changes=changes, fetched=[], costs={}, is_off=False))
+    mirror.update(RankReport(rank=0, fastest="host", changes=changes, fetched={}, costs={}, is_off=False))
     events.update(changes)
     assert events.take() == []
 

@@ -6,7 +6,7 @@ from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 
 def report(mirror, rank, fastest="host", **changes):
     changed = {name.encode(): tier for name, tier in changes.items()}
-    mirror.update(RankReport(rank=rank, fastest=fastest, changes=changed, fetched=[], costs={}, is_off=False))
+    mirror.update(RankReport(rank=rank, fastest=fastest, changes=changed, fetched={}, costs={}, is_off=False))
 
 
 def test_after_a_clear_it_is_complete_when_all_ranks_have_listed_their_entries_again():
@@ -21,7 +21,7 @@ def test_after_a_clear_it_is_complete_when_all_ranks_have_listed_their_entries_a
         assert not mirror.is_complete
         mirror.update(
             RankReport(
-                rank=rank, fastest="host", changes={b"a": "disk"}, fetched=[], costs={}, is_off=False, is_all=True
+                rank=rank, fastest="host", changes={b"a": "disk"}, fetched={}, costs={}, is_off=False, is_all=True
             )
         )
     assert mirror.is_complete
@@ -33,7 +33,7 @@ def test_a_chunk_can_be_stored_if_every_rank_has_room_for_it():
     assert mirror.can_store(10**9)
     for rank, most in enumerate((None, 100)):
         report = RankReport(
-            rank=rank, fastest="host", changes={}, fetched=[], costs={}, is_off=False, max_stored_tokens=most
+            rank=rank, fastest="host", changes={}, fetched={}, costs={}, is_off=False, max_stored_tokens=most
         )
         mirror.update(report)
     assert (mirror.can_store(100), mirror.can_store(101)) == (True, False)

@@ -142,7 +142,7 @@ def test_a_blends_digest_covers_all_that_a_choice_depends_on():
 
 def test_reports_of_all_ranks_are_one():
     reports = [
-        RankReport(rank=rank, fastest="host", changes={}, fetched=[], costs={}, is_off=False) for rank in range(3)
+        RankReport(rank=rank, fastest="host", changes={}, fetched={}, costs={}, is_off=False) for rank in range(3)
     ]
     first, *others = [StepReport([report]) for report in reports]
     for other in others:

@@ -104,7 +104,7 @@ def test_a_chunk_that_a_fetch_does_not_bring_counts_as_missing(policy):
     assert side.matched(request) is None
     admission, ours = side.scheduler._admission, side.ours(request)
     before = admission.tokens_to_compute(ours, 0)
-    side.report(fetched=["request"], not_fetched={"request": frozenset([digest_of(FIRST)])})
+    side.report(not_brought={"request": frozenset([digest_of(FIRST)])})
     assert not admission.finds_all(ours, 0)
     context = len(ours.context) if policy == "fill-first" else 0
     assert admission.tokens_to_compute(ours, 0) == before + len(FIRST) + context
@@ -114,12 +114,39 @@ def test_a_chunk_that_a_fetch_does_not_bring_counts_as_missing(policy):
     assert [chunk["tier"] for chunk in chunks] == [None, "disk"]
 
 
+def test_a_chunk_that_no_tier_had_is_found_when_it_was_filled():
+    """The remote tier was asked for it."""
+    side = Side(miss_policy="fill-first", remote="redis://nowhere:1", shape={"step_tokens": 40})
+    side.run()  # another request
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0))
+    assert side.matched(request) is None
+    side.report(not_brought={"request": frozenset(map(digest_of, (FIRST, SECOND)))})
+    assert side.matched(request) is None  # it waits until they are filled in the background
+    side.store(FIRST, SECOND)
+    assert side.scheduler._admission.finds_all(side.ours(request), 0)
+    assert side.matched(request) == 100
+    side.give(request, 100)
+    assert not side.counts("fallbacks")
+
+
+def test_a_chunk_that_was_lost_and_is_filled_again_is_found():
+    side = Side()
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    side.report(not_brought={"request": frozenset([digest_of(FIRST)])})
+    ours, admission = side.ours(request), side.scheduler._admission
+    assert not admission.finds_all(ours, 0)
+    side.store(FIRST)
+    assert admission.finds_all(ours, 0)
+
+
 def test_a_request_that_loses_all_its_chunks_is_prefilled():
     side = Side()
     side.store(FIRST, SECOND, tier="disk")
     request = side.add(ask_about(FIRST, SECOND))
     assert side.matched(request) is None
-    side.report(fetched=["request"], not_fetched={"request": frozenset(map(digest_of, (FIRST, SECOND)))})
+    side.report(not_brought={"request": frozenset(map(digest_of, (FIRST, SECOND)))})
     assert side.matched(request) == 0
     assert side.counts("fallbacks") == {"not-stored": 1}
     assert "request" not in side.scheduler._requests

@@ -114,7 +114,7 @@ class FreeBlocks:
         self._pool.free_blocks(borrowed.handles)
 
     def has_cached(self, block_hash: Any) -> bool:
-        """Whether vLLM's prefix cache has the block with this hash, of its first KV cache group."""
+        """Whether vLLM's prefix cache has the block with this hash."""
         return self._pool.get_cached_block(block_hash, [0]) is not None
 
     def before_reset(self, let_go: Callable[[], None]) -> None:

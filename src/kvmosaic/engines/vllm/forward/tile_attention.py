@@ -31,6 +31,7 @@ class TileAttention:
         self._device = kv.device
         self._group = layer.heads // layer.kv_heads
         self._tokens = ROWS // self._group
+        self._block_size = kv.block_sizes[0]
         self._at_once = key_ranges_at_once(kv.device, layer.kv_heads)
 
     @classmethod
@@ -55,7 +56,10 @@ class TileAttention:
 
     def queries(self, sequences: Sequence[PagedTokens]) -> Queries:
         """Put the tokens of some sequences, whose blocks are in one group, into tiles."""
-        asking = [Asking(positions, blocks[0]) for positions, blocks in sequences]
+        asking = [
+            Asking(positions, blocks[0][: int(positions[-1]) // self._block_size + 1])  # later ones are not read
+            for positions, blocks in sequences
+        ]
         return Queries.of(asking, self._group, self._device, self._at_once)
 
     def attend(self, layer: KVLayer, q: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:

@@ -131,7 +131,7 @@ class Admission:
         missing = stored = 0
         for span, digest in request.chunks_from(local):
             tokens = span.end - max(span.start, local)
-            if self._has(request, digest):
+            if request.finds(digest, self._mirror):
                 stored += tokens
             elif self._mirror.can_store(len(span)):
                 missing += tokens
@@ -139,10 +139,7 @@ class Admission:
 
     def finds_all(self, request: ChunkRequest, local: int) -> bool:
         """Whether all chunks behind the first ``local`` tokens are stored, as far as is known."""
-        return all(self._has(request, digest) for _, digest in request.chunks_from(local))
-
-    def _has(self, request: ChunkRequest, digest: bytes) -> bool:
-        return digest not in request.lost and self._mirror.has(digest)
+        return all(request.finds(digest, self._mirror) for _, digest in request.chunks_from(local))
 
     def is_faster(self, request: ChunkRequest, local: int) -> bool:
         """Whether reusing the stored chunks is predicted to be faster than a plain prefill."""

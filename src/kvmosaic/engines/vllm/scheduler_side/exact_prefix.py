@@ -11,31 +11,27 @@ from kvmosaic.engines.vllm.shape import EngineShape
 
 class ExactPrefixes:
     """Finds out whether vLLM's prefix cache already has a prompt as plain vLLM computed it. It does if an earlier
-    prompt had the same chunks in the same order, and was prefilled because they were not stored yet."""
+    prompt had the same chunks in the same order and was prefilled, for example because they were not stored yet."""
 
     def __init__(self, shape: EngineShape, admission: Admission, pool: FreeBlocks) -> None:
         self._shape = shape
         self._admission = admission
         self._pool = pool
 
-    def suffices(self, request: ChunkRequest, plain: Sequence[Any]) -> bool:
-        """Whether it has as many tokens as reuse would save, but for a part of a block. ``plain``: the hashes of the
-        prompt's blocks, without salts."""
+    def enough(self, request: ChunkRequest, plain: Sequence[Any]) -> int:
+        """Number of leading tokens that save as much as reuse would, but for a part of a block; 0 if it does not have
+        them. ``plain``: the hashes of the prompt's blocks, without salts."""
+        if request.adapter is not None:  # vLLM may replace its weights under the same name
+            return 0
         size = self._shape.block_size
         shared = request.prompt.chunks[0].start // size * size  # with reuse, the prefix cache has these as well
         spared = request.prompt.question.start - self._admission.tokens_to_compute(request, shared)
-        return spared - shared >= size and self._has(plain, spared // size - 1)
+        blocks = spared // size
+        return blocks * size if spared - shared >= size and self._has(plain, blocks - 1) else 0
 
     def has_more(self, plain: Sequence[Any], local: int) -> bool:
         """Whether it has a block behind the first ``local`` tokens."""
         return self._has(plain, local // self._shape.block_size)
-
-    def tokens(self, plain: Sequence[Any]) -> int:
-        """Number of leading tokens that it has."""
-        count = 0
-        while self._has(plain, count):
-            count += 1
-        return count * self._shape.block_size
 
     def _has(self, plain: Sequence[Any], index: int) -> bool:
         blocks = hashes_of_blocks(list(plain), self._shape.hash_block_size, self._shape.block_size)

@@ -30,7 +30,7 @@ class BlockLender:
             lengths = [
                 len(request.context) + len(span)
                 for span, digest in request.chunks_from(local)
-                if not self._mirror.has(digest)
+                if not request.finds(digest, self._mirror)
             ]
             longest = max((length for length in lengths if length <= self._shape.max_positions), default=0)
             filled = self._shape.blocks_for(longest) - (owned - local // self._shape.block_size)

@@ -38,9 +38,9 @@ class Loads:
         spare: tuple[int, ...] = ()
         with self._stats.doing_without("lending blocks"):
             spare = lender.lend(request, local, len(blocks[0]))
-        # Chunks that are lost, now or after this plan, are computed in slices, not filled in the first of them.
-        may_lose = request.is_long and (request.lost or self._admission.finds_all(request, local))
-        fill = self._config.miss_policy == "fill-first" and not may_lose
+        # If slices were planned without filling, chunks that are lost after this plan are computed in them as text.
+        plans_no_fill = request.is_long and self._admission.finds_all(request, local)
+        fill = self._config.miss_policy == "fill-first" and not plans_no_fill
         load = request.load(local, blocks, spare, fill=fill, is_findable=is_findable, is_reported=is_reported)
         if request.is_long:
             request.is_in_slices = True

@@ -57,8 +57,8 @@ def reuse_report(request: ChunkRequest, local: int, mirror: StoreMirror, lacking
         if span.end <= local:
             chunks.append(ChunkReport(span, "cached", "prefix-cache", None))
             continue
-        is_missing = digest in request.filled or digest in request.lost
-        tier = None if is_missing else request.fetched_from.get(digest) or mirror.tier(digest)
+        is_found = digest not in request.filled and request.finds(digest, mirror)
+        tier = (request.fetched_from.get(digest) or mirror.tier(digest)) if is_found else None
         status = "cached" if tier else lacking if mirror.can_store(len(span)) else "prefilled"
         chunks.append(ChunkReport(span, status, tier, None if tier else MISSING))
         reused += (span.end - max(span.start, local)) * (1 - request.ratio) if tier else 0

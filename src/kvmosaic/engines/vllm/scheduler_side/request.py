@@ -8,9 +8,11 @@ from typing import Any
 
 from kvmosaic.blend import policy_named
 from kvmosaic.core.prompt import ChunkedPrompt, Span
+from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.messages import Adapter, ChunkLoad, Images
 from kvmosaic.engines.vllm.scheduler_side.block_salts import BlockSalt, BlockSalts
 from kvmosaic.engines.vllm.scheduler_side.images import PromptImages
+from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
 
 
@@ -41,8 +43,12 @@ class ChunkRequest:
     """Chunks that ranks were asked to fetch, and their numbers of tokens."""
     block_salts: BlockSalts | None = None
     """The salts of its block hashes, once it has some."""
+    plain_because: Fallback | None = None
+    """Why it is served plainly, once that is decided. Its blocks are then those of the plain prompt."""
+    plain_tokens: int = 0
+    """Number of leading tokens that vLLM's prefix cache has to have then. With fewer, it is decided again."""
     lost: set[bytes] = field(default_factory=set)
-    """Chunks that a fetch did not bring. For this request they count as missing, even if a slow tier has them."""
+    """Stored chunks that a fetch did not bring."""
     asked_for: list[bytes] = field(default_factory=list)
     """Chunks that are not known to be stored, and for which the remote tier was asked."""
     predicted: float | None = None
@@ -90,6 +96,10 @@ class ChunkRequest:
         """The chunks that end behind position ``start``, with their content hashes."""
         pairs = zip(self.prompt.chunks, self.digests, strict=True)
         return [(span, digest) for span, digest in pairs if span.end > start]
+
+    def finds(self, digest: bytes, mirror: StoreMirror) -> bool:
+        """Whether its load finds a chunk: one that is stored, but not in a slow tier that failed to bring it."""
+        return mirror.is_near(digest) or (digest not in self.lost and mirror.has(digest))
 
     @property
     def features(self) -> Sequence[Any]:
@@ -145,6 +155,12 @@ class ChunkRequest:
             yield span.start, b"cut" + digest if shape.is_cut(len(span)) else b"chunk"
             yield span.end, b"end"
 
+    def salt_blocks(self, shape: EngineShape) -> None:
+        """Set its blocks apart from those of the plain prompt."""
+        assert self.block_salts is not None
+        self.plain_because = None
+        self.block_salts.add(self.salts(shape))
+
     def load(
         self,
         local: int,
@@ -179,7 +195,7 @@ class ChunkRequest:
         self._waiting_for = set(range(ranks))
 
     def arrived(self, rank: int, lost: frozenset[bytes]) -> None:
-        """A rank has fetched its chunks, except those that are ``lost``."""
+        """A rank has fetched its chunks, except stored ones that are ``lost``."""
         if self._waiting_for:
             self._waiting_for.discard(rank)
         if lost:

@@ -6,12 +6,7 @@ from typing import Any
 
 from kvmosaic.core.limits import shown_id
 from kvmosaic.engines.results import Fallback
-from kvmosaic.engines.vllm.compat.scheduling import (
-    FreeBlocks,
-    Step,
-    count_cached_tokens,
-    take_parameters,
-)
+from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step, count_cached_tokens, take_parameters
 from kvmosaic.engines.vllm.messages import StepReport, StepWork
 from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.scheduler_side.adapters import KnownAdapters
@@ -93,14 +88,14 @@ class ChunkScheduler:
             self._reports.begin(request.request_id, documents_not_found=absent, unknown_parameters=params.unknown)
         if isinstance(planned, ChunkRequest):
             planned = self._mirror.off_reason or planned
-        if isinstance(planned, ChunkRequest) and self._exact and self._exact.suffices(planned, request.block_hashes):
-            tokens = self._exact.tokens(request.block_hashes)
-            planned, ours = Fallback.PREFIX_CACHED, planned
-            self._reports.add(request.request_id, chunks=plain_chunks(ours, tokens, self._mirror, planned))
         if isinstance(planned, ChunkRequest):
             self._requests[request.request_id] = planned
             planned.block_salts = BlockSalts(request)
-            planned.block_salts.add(planned.salts(self._shape))
+            planned.plain_tokens = self._exact.enough(planned, request.block_hashes) if self._exact else 0
+            if planned.plain_tokens:
+                planned.plain_because = Fallback.PREFIX_CACHED
+            else:
+                planned.salt_blocks(self._shape)
             if self._config.miss_policy != "never":
                 self._backlog.add(chunk for chunk in to_fill if self._mirror.can_store(len(chunk.tokens)))
             return
@@ -123,7 +118,9 @@ class ChunkScheduler:
                 raise  # vLLM alone cannot continue from there
             logger.exception("request %s cannot be planned", shown_id(request.request_id))
             self.stats.failed("schedule")
-        if ours is not None and ours.begins_inside(local):  # then the rest has to be loaded as it was before
+        if (
+            ours is not None and ours.plain_because is None and ours.begins_inside(local)
+        ):  # then the rest has to be loaded as it was before
             ours.is_long = False
             return max(0, ours.prompt.question.start - local), False
         self.give_up(request)
@@ -136,7 +133,11 @@ class ChunkScheduler:
         ours = self._requests.get(request.request_id)
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
-        matched = self._waiting.matched(ours, local, self._work, is_alone=not self._running)
+        if ours.plain_because is not None and (local < ours.plain_tokens or ours.is_stale):
+            ours.salt_blocks(self._shape)  # the blocks were evicted since it arrived, or their weights were replaced
+            return None, False
+        is_alone = not self._running
+        matched = ours.plain_because or self._waiting.matched(ours, local, self._work, is_alone=is_alone)
         if isinstance(matched, Fallback):
             return self._serve_plainly(request, ours, local, matched), False
         # A request that runs alone is computed at once. An adapter may not be active before its request's own step.
@@ -225,10 +226,11 @@ class ChunkScheduler:
             self._adapters.update(rank.rank, rank.adapters)
             with self.stats.doing_without("learning costs"):
                 self._admission.measured(rank.rank, rank.costs)
-            for request_id in rank.fetched:
+            for request_id, not_brought in rank.fetched.items():
                 self.prefixes.fetched(rank.rank, request_id)
-                if request_id in self._requests:
-                    self._requests[request_id].arrived(rank.rank, rank.not_fetched.get(request_id, frozenset()))
+                if request_id in self._requests:  # of other chunks, it was not known whether they are stored
+                    stored = frozenset(filter(self._mirror.has, not_brought))
+                    self._requests[request_id].arrived(rank.rank, stored)
             for request_id, recomputed in rank.recomputed.items():
                 ours = self._requests.get(request_id)
                 if ours is not None and ours.report:
@@ -279,21 +281,25 @@ class ChunkScheduler:
         self._reports.fall_back(name, Fallback.ERROR)
 
     def _serve_plainly(self, request: Any, ours: ChunkRequest, local: int, reason: Fallback) -> int | None:
-        """Serve a request with chunks as plain vLLM would: the worker loads 0 tokens. Its blocks will be those of the
-        plain prompt, so others may find them, and it may find those of others: ``None`` has vLLM look again."""
+        """Serve a request with chunks as plain vLLM would: the worker loads 0 tokens. If its blocks can be those of
+        the plain prompt, others may find them, and it may find others: ``None`` has vLLM look again."""
+        assert ours.block_salts is not None
+        assert self._exact is not None
+        if ours.plain_because is None:
+            # The KV may be of weights that were replaced: vLLM does not name blocks by the weights of an adapter.
+            is_current = ours.adapter is None and not ours.is_stale
+            if not (is_current and ours.block_salts.take_back(local // self._shape.hash_block_size)):
+                keep_to_itself(request, ours.first_cut_block(self._shape))
+            elif self._exact.has_more(request.block_hashes, local):
+                ours.plain_because, ours.plain_tokens = reason, 0
+                return None
         del self._requests[ours.request_id]
         if ours.has_fetched:
             self._work.released.append(ours.request_id)
         self._reports.fall_back(ours.request_id, reason)
-        assert ours.block_salts is not None
-        assert self._exact is not None
-        is_plain = ours.block_salts.take_back(local // self._shape.hash_block_size)
-        if not is_plain:
-            keep_to_itself(request, ours.first_cut_block(self._shape))
-        has_more = is_plain and self._exact.has_more(request.block_hashes, local)
         if self._mirror.off_reason is None:  # otherwise no chunk was looked up
             looked_for = {digest: len(span) for span, digest in ours.chunks_from(local)}
             self._work.missed += [chunk for chunk in looked_for.items() if not self._mirror.has(chunk[0])]
             if ours.request_id in self._reports:
                 self._reports.add(ours.request_id, chunks=plain_chunks(ours, local, self._mirror, reason))
-        return None if has_more else 0
+        return 0

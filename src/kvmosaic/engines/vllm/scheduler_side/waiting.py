@@ -64,7 +64,11 @@ class WaitingRoom:
                         self._backlog.add(self._missing(request, local))  # its adapter is active while it is answered
                     return Fallback.SLOWER
                 if self._admission.has_room(request, local):
-                    return None if self._fetch_slow(request, local, work) else external
+                    slow = self._slow(request, local)
+                    if not slow:
+                        return external
+                    self._begin_fetch(request, slow, work)
+                    return None
             has_to_wait = request.has_patience(PATIENCE_SECONDS) or request.begins_inside(local)
             return None if has_to_wait else Fallback.SLOWER
         if request.has_patience(PATIENCE_SECONDS):
@@ -84,31 +88,27 @@ class WaitingRoom:
         request.asked_for = [digest for digest in chunks if is_shared and not self._mirror.has(digest)]
         if not request.asked_for and not self._is_worth_it(request, local):
             return False
-        request.fetched = {digest: chunks[digest] for digest in request.asked_for}
-        if not self._fetch_slow(request, local, work):
-            self._begin_fetch(request, work)
+        asked_for = {digest: chunks[digest] for digest in request.asked_for}
+        self._begin_fetch(request, self._slow(request, local) | asked_for, work)
         return True
 
-    def _fetch_slow(self, request: ChunkRequest, local: int, work: StepWork) -> bool:
-        """Have chunks fetched that are in slower tiers and were not asked for yet: at first, or because memory lost
-        them while the request waited. Returns whether there are any."""
-        slow = {
+    def _slow(self, request: ChunkRequest, local: int) -> dict[bytes, int]:
+        """Chunks in slower tiers that were not asked for yet, with their numbers of tokens: at first, or because
+        memory lost them while the request waited."""
+        return {
             digest: len(span)
             for span, digest in request.chunks_from(local)
             if digest not in request.fetched and not self._mirror.is_near(digest) and self._mirror.has(digest)
         }
-        if slow:
-            request.fetched_from |= {digest: self._mirror.tier(digest) or "" for digest in slow}
-            request.fetched = slow | request.fetched
-            self._begin_fetch(request, work)
-        return bool(slow)
 
-    def _begin_fetch(self, request: ChunkRequest, work: StepWork) -> None:
-        """Have all its chunks fetched that are to be fetched. It replaces an earlier fetch of the request."""
+    def _begin_fetch(self, request: ChunkRequest, chunks: dict[bytes, int], work: StepWork) -> None:
+        """Have chunks fetched, and those of an earlier fetch of the request, which this one replaces."""
+        tiers = {digest: self._mirror.tier(digest) for digest in chunks}
+        request.fetched_from |= {digest: tier for digest, tier in tiers.items() if tier is not None}
+        request.fetched |= chunks
         request.wait_for(self._shape.ranks if request.fetched else 0)
         if request.fetched:
-            chunks = tuple(request.fetched.items())
-            work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=chunks))
+            work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=tuple(request.fetched.items())))
 
     def _is_worth_it(self, request: ChunkRequest, local: int) -> bool:
         """Whether to reuse the stored chunks. Missing chunks are queued to be filled in the background."""
@@ -142,16 +142,17 @@ class WaitingRoom:
                 self._backlog.add(every, is_awaited=True)
                 request.lacking = [chunk.digest for chunk in reversed(every)]  # the last one is filled first
                 request.filled = frozenset(request.lacking)
-        while request.lacking and self._mirror.has(request.lacking[-1]):
+        while request.lacking and request.finds(request.lacking[-1], self._mirror):
             request.lacking.pop()
         return bool(request.lacking)
 
     def _missing(self, request: ChunkRequest, local: int = 0) -> Iterator[WaitingChunk]:
-        """The chunks of a request behind the first ``local`` tokens that are not stored and can be filled and
+        """The chunks of a request behind the first ``local`` tokens that it does not find, and that can be filled and
         stored."""
         longest = self._shape.max_positions - len(request.context)
         for span, digest in request.chunks_from(local):
-            if len(span) <= longest and self._mirror.can_store(len(span)) and not self._mirror.has(digest):
+            can_be_filled = len(span) <= longest and self._mirror.can_store(len(span))
+            if can_be_filled and not request.finds(digest, self._mirror):
                 tokens = request.prompt.tokens_of(span)
                 images = request.images_in(span)
                 yield WaitingChunk(request.request_id, digest, tokens, request.context, request.adapter, images)
