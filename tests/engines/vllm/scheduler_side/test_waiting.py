@@ -114,6 +114,34 @@ def test_a_chunk_that_a_fetch_does_not_bring_counts_as_missing(policy):
     assert [chunk["tier"] for chunk in chunks] == [None, "disk"]
 
 
+def test_what_any_rank_does_not_bring_counts_as_missing():
+    side = Side(shape={"ranks": 2})
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    for rank, lost in enumerate((FIRST, SECOND)):
+        assert side.matched(request) is None
+        side.report(rank=rank, fetched=["request"], not_fetched={"request": frozenset([digest_of(lost)])})
+    assert side.matched(request) == 0
+    assert side.counts("fallbacks") == {"not-stored": 1}
+
+
+def test_what_was_lost_is_fetched_again_after_a_preemption():
+    side = Side()
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0))
+    assert side.matched(request) is None
+    side.report(fetched=["request"], not_fetched={"request": frozenset([digest_of(FIRST)])})
+    assert side.begin(request)[0] == 100
+    side.step()
+    request.num_preemptions = 1
+    assert side.matched(request) is None
+    assert fetches(side.step()) == [("request", of(FIRST, SECOND))]
+    side.report(fetched=["request"])
+    side.begin(request)
+    assert [chunk["tier"] for chunk in side.ours(request).report["chunks"]] == ["disk", "disk"]
+
+
 def test_a_request_that_loses_all_its_chunks_is_prefilled():
     side = Side()
     side.store(FIRST, SECOND, tier="disk")
