@@ -222,8 +222,11 @@ def test_what_is_cleared_while_a_remote_store_is_down(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("is_fetched", [False, True])
-def test_an_entry_that_is_being_read_when_it_is_cleared_does_not_come_back(is_fetched: bool) -> None:
+@pytest.mark.parametrize("is_far", [False, True])
+def test_an_entry_that_is_being_read_when_it_is_cleared_does_not_come_back(is_far: bool, is_fetched: bool) -> None:
+    """A far tier is not asked again whether it still has what it sent."""
     slow, entry = GatedTier(), make_entry(1)
+    slow.is_far = is_far
     slow.entries[entry.key] = entry
     store = ChunkStorageManager([HostTier(PLENTY), slow])
     slow.gate.clear()

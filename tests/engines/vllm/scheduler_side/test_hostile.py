@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_CHUNKS, MAX_DOCUMENTS, MAX_POLICY_LENGTH
 from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.parameters import RequestParameters
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
     QUESTION,
@@ -109,6 +110,17 @@ def test_of_parameters_of_others_names_alone_are_looked_at(caplog):
     assert "otherother" in line
     assert "remote" not in line
     assert len(line) < LINE
+
+
+def test_few_of_many_names_are_looked_at():
+    """A million names of other connectors, and behind them one that is unknown."""
+    params = dict.fromkeys((f"remote_{number}" for number in range(LONG)), 1) | {"unknown": 1}
+    assert RequestParameters.read(params, set()).unknown == ()
+
+
+def test_wrong_parameters_are_reported_where_a_report_is_allowed():
+    told = serve(Side(), sent({"recompute_ratio": 2, "report": True}))
+    assert told == {"mode": "plain", "fallback_reason": "bad-parameters"}
 
 
 def test_the_name_of_a_request_is_shown_in_part(caplog):
