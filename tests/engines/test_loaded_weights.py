@@ -37,6 +37,7 @@ def test_copies_are_the_same_and_other_names_shapes_and_types_are_not():
     for other in (
         {**some, "more": torch.zeros(1)},
         {name: tensor for name, tensor in some.items() if name != "norm"},
+        {name.replace("norm", "other"): tensor for name, tensor in some.items()},
         {**some, "norm": some["norm"].view(8, 12)},
         {**some, "norm": some["norm"].view(torch.int32)},
     ):

@@ -41,7 +41,9 @@ def test_the_cheapest_that_is_close_enough_is_named():
 @pytest.mark.parametrize("ms", [492.3, 5733.0])
 def test_a_gain_that_was_not_measured_is_not_told(ms):
     told = sentence(summary(line("composite", 0.15, 0.03, ms=ms)))
-    assert f"no faster in this run: its median first token takes {ms:.0f} ms, and that of a full prefill 492 ms." in told
+    assert (
+        f"no faster in this run: its median first token takes {ms:.0f} ms, and that of a full prefill 492 ms." in told
+    )
     assert "instead of" not in told
 
 

@@ -1,6 +1,7 @@
 """The store's bookkeeping, and the memory of entries that wait to be written, are bounded."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -34,6 +35,20 @@ def test_a_copy_that_is_met_again_is_not_the_oldest(monkeypatch: pytest.MonkeyPa
     for key in (keys[0], keys[1], keys[0], keys[2]):
         unreadable.note(1, key, MissReason.CORRUPT)
     assert [unreadable.reason(1, key) is not None for key in keys] == [True, False, True]
+
+
+def test_a_damaged_copy_is_never_tried_again_and_one_that_failed_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    unreadable, damaged, failed = Unreadable(), make_entry(1).key, make_entry(2).key
+    unreadable.note(1, damaged, MissReason.CORRUPT)
+    unreadable.note(1, failed, MissReason.ERROR)
+    now += unreadable_module.ERROR_SECONDS
+    assert unreadable.reason(1, failed) is MissReason.ERROR
+    now += 0.1
+    assert unreadable.reason(1, failed) is None
+    now += 10**6
+    assert unreadable.reason(1, damaged) is MissReason.CORRUPT
 
 
 def test_what_is_believed_is_forgotten_with_its_job() -> None:

@@ -219,3 +219,26 @@ def test_what_is_cleared_while_a_remote_store_is_down(tmp_path: Path, monkeypatc
     for each in (store, tier):
         each.close()
     server.kill()
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+@pytest.mark.parametrize("is_far", [False, True])
+def test_an_entry_that_is_being_read_when_it_is_cleared_does_not_come_back(is_far: bool, is_fetched: bool) -> None:
+    """A far tier is not asked again whether it still has what it sent."""
+    slow, entry = GatedTier(), make_entry(1)
+    slow.is_far = is_far
+    slow.entries[entry.key] = entry
+    store = ChunkStorageManager([HostTier(PLENTY), slow])
+    slow.gate.clear()
+    before = slow.calls
+    read = threading.Thread(target=lambda: store.fetch([entry.key]) if is_fetched else find(store, entry))
+    read.start()
+    until(lambda: slow.calls > before)
+    store.clear()
+    slow.gate.set()
+    read.join(LONG_S)
+    assert find(store, entry).entry is None
+    store.flush()
+    assert not slow.entries
+    assert not list(store.scan())
+    store.close()

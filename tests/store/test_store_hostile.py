@@ -116,8 +116,15 @@ def test_hostile_tensors_cost_nothing(tmp_path: Path, header: dict[str, Any]) ->
     assert cheaply_found(store, ENTRY).reason is MissReason.CORRUPT
 
 
-@pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a":' * 40_000, b"9" * 200_000, b"\xff" * 1000, b""])
-def test_what_is_no_header_costs_nothing(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize(
+    "text", [b"[" * 200_000, b'{"a":' * 40_000, b"9" * 200_000, b"\xff" * 1000, b"", b"1", b'"text"', b"[]", b"{}"]
+)
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_what_is_no_header_costs_nothing(tmp_path: Path, text: bytes, is_listed: bool) -> None:
+    """A lookup may meet the file first, or the list of entries at the start."""
+    if is_listed:
+        planted(tmp_path, len(text).to_bytes(8, "little") + text)
+        assert not list(DiskTier(tmp_path, PLENTY).scan())
     store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)])
     planted(tmp_path, len(text).to_bytes(8, "little") + text)
     assert cheaply_found(store, ENTRY).reason is MissReason.CORRUPT
@@ -202,6 +209,16 @@ def test_an_entry_of_another_format_is_never_returned(tmp_path: Path, other: str
     stored = DiskTier(tmp_path, PLENTY).get(ENTRY.key)
     assert stored is not None
     assert same(stored, ENTRY)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_entry_of_another_format_is_not_even_returned_from_a_tier_that_checks_none(
+    tmp_path: Path, other: str
+) -> None:
+    DiskTier(tmp_path, PLENTY).put(OTHERS[other])
+    store = ChunkStorageManager([HostTier(PLENTY), DiskTier(tmp_path, PLENTY)], ENTRY.format)
+    assert store.lookup(ENTRY.key, ENTRY.tokens, ENTRY.context).reason is MissReason.CORRUPT
+    assert not (tmp_path / entry_path(ENTRY.key)).exists()
 
 
 def fifo(path: Path) -> None:

@@ -19,6 +19,7 @@ from kvmosaic.store import (
     ChunkStorageManager,
     DiskTier,
     EntryInfo,
+    Fetched,
     HostTier,
     LookupResult,
     MissReason,
@@ -93,6 +94,14 @@ def test_hit_miss_and_counters() -> None:
     assert reasons == {"new": 1, "collision": 2}
     assert stats["current_memory_mb"] * 2**20 == ONE
     assert stats["total_chunks"] == 1
+
+
+def test_an_entry_that_was_fetched_ahead_is_of_the_same_tokens_and_context() -> None:
+    store, entry = ChunkStorageManager([HostTier(0), SlowTier()]), make_entry(1)
+    held = {entry.key: Fetched(entry, "disk", False)}
+    assert store.lookup(entry.key, entry.tokens, entry.context, held=held).entry is entry
+    assert store.lookup(entry.key, (9, 9, 9, 9), CONTEXT, held=held).entry is None
+    assert store.lookup(entry.key, entry.tokens, (), held=held).entry is None
 
 
 def test_an_entry_larger_than_the_budget_is_refused() -> None:

@@ -24,6 +24,7 @@ from kvmosaic.store import ChunkStorageManager, CorruptEntryError, DiskTier, Mis
 from kvmosaic.store.codec import Encoding
 from kvmosaic.store.remote.heads import join, values_of
 from kvmosaic.store.remote.incoming import IncomingEntry
+from kvmosaic.store.remote.keys import part_keys
 from kvmosaic.store.seal import EntryCheck, Seal, hexdigest
 from kvmosaic.store.tiers.disk import entry_path
 from kvmosaic.store.tiers.remote import open_remote_tier
@@ -283,3 +284,22 @@ def test_pinned_memory_counts_as_what_it_takes(monkeypatch: pytest.MonkeyPatch) 
         assert store.put(entry)
     assert store.held() == {"host": (4, 4 * taken)}
     assert sum(info.nbytes for info in store.scan()) == 4 * taken
+
+
+@pytest.mark.parametrize("other", [{"k_dim": 5, "v_dim": 3}, {"dtype": torch.float16}, {"layers": 1}, {"k_dim": 4}])
+def test_a_single_head_of_another_format_is_not_used(other: dict[str, Any]) -> None:
+    """All heads of an entry have it, so they would fit together."""
+    wrong = make_entry(3, heads=3, **other)
+    share = HeadShare.of_rank(0, 1, 3, ENTRY.format.layers)
+    key = replace(ENTRY.key, heads=str(share.heads))
+    incoming = IncomingEntry(key, EntryCheck(sealed(OURS), ENTRY.format))
+    encoding = Encoding(wrong, sealed(OURS))
+    for index, name in enumerate(part_keys(key)):
+        value = np.frombuffer(b"".join(encoding.value(name, index, index + 1)), np.uint8)
+        at = 0
+        for buffer in incoming.buffers_for(index, len(value)) or ():
+            buffer[:] = value[at : at + len(buffer)]
+            at += len(buffer)
+        incoming.received(index)
+    assert all(isinstance(part, CorruptEntryError) for part in incoming.parts.values())
+    assert len(incoming.parts) == 3

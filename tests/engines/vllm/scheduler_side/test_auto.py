@@ -223,6 +223,14 @@ def test_a_whole_that_is_too_long_to_be_filled_stays_in_pieces():
     assert pair.waiting() == []
 
 
+def test_a_whole_that_no_store_has_room_for_stays_in_pieces():
+    pair = Pair()
+    pair.fill()
+    pair.side.report(max_stored_tokens=300)
+    assert len(chunks(pair.side, pair.ask())) == 2
+    assert pair.waiting() == []
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{"fields": {"lora_request": LoRARequest("adapter", 1, "/adapter")}}, {"sampling": {"prompt_logprobs": 1}}],

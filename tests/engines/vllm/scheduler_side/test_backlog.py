@@ -542,6 +542,14 @@ def test_slices_leave_room_for_what_vllm_computes_in_a_step():
     assert backlog.take(DECODING, make_pool(need + RESERVE), 64)[1] is not None
 
 
+@pytest.mark.parametrize(("positions", "is_filled"), [(43, True), (42, False)])
+def test_a_chunk_that_the_model_has_too_few_positions_for_is_not_filled(positions, is_filled):
+    """It is computed after 3 tokens."""
+    side = Side(shape={"max_positions": positions, "step_tokens": 256})
+    side.matched(side.add(make_request("request", SYSTEM, text(5, 40), QUESTION)))
+    assert any(work.fills or work.fill_slice for work in (side.run(), side.run())) is is_filled
+
+
 def test_vllm_can_empty_its_prefix_cache_in_between():
     side = Side()
     side.matched(side.add(make_request("request", SYSTEM, text(5, 300), QUESTION)))

@@ -291,6 +291,18 @@ def test_a_request_that_has_blended_blocks_never_gets_the_hashes_of_the_plain_pr
 
 
 @pytest.mark.parametrize("tail", [None, 32])
+def test_requests_that_go_on_plainly_behind_blended_blocks_share_none_that_may_be_cut(tail):
+    side = Side(shape={"window_tail": tail}, recompute_ratio=0.0)
+    both = [side.add(ask_about(FIRST, SECOND, name=name, recompute_ratio=0.0)) for name in ("one", "other")]
+    for request in both:
+        behind = (FIRST_SALTED + 1) * fakes.BLOCK
+        side.scheduler._serve_plainly(request, side.ours(request), behind, Fallback.SLOW_TIER)
+    one, other = (request.block_hashes for request in both)
+    assert one[:FIRST_SALTED] == other[:FIRST_SALTED]
+    assert bool({*one[FIRST_SALTED:]} & {*other[FIRST_SALTED:]}) is (tail is None)
+
+
+@pytest.mark.parametrize("tail", [None, 32])
 def test_a_request_that_fails_shares_no_blocks_that_may_be_cut(monkeypatch, tail):
     """vLLM may ask about it again after others have loaded the same chunks."""
     side = Side(shape={"window_tail": tail}, recompute_ratio=0.0)

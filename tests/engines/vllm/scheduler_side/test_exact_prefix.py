@@ -62,6 +62,14 @@ def test_what_reuse_blended_is_never_taken_for_exact():
     assert first["mode"] == second["mode"] == "reuse"
 
 
+def test_the_same_question_again_finds_its_whole_prompt():
+    engine = Simulation(blocks=200)
+    answered(engine, ask("first", 91))
+    store(engine, *DOCUMENTS)
+    [report] = answered(engine, ask("second", 91))
+    assert (report["fallback_reason"], report["local"] >= WHOLE) == ("prefix-cached", True)
+
+
 @pytest.mark.parametrize("blend", BLENDS)
 def test_a_system_prompt_alone_does_not_suffice_even_if_it_is_longer_than_the_documents(blend):
     engine = Simulation(blocks=200)

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_CHUNKS, MAX_DOCUMENTS, MAX_POLICY_LENGTH
+from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.parameters import RequestParameters
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
     QUESTION,
@@ -109,6 +111,36 @@ def test_of_parameters_of_others_names_alone_are_looked_at(caplog):
     assert "otherother" in line
     assert "remote" not in line
     assert len(line) < LINE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "composite".ljust(MAX_POLICY_LENGTH + 1)),
+        ("seams", [["before", "question"]] * (MAX_DOCUMENTS + 1)),
+        ("seams", [["before", 5]]),
+        ("documents", ["a document", 5]),
+        ("question", 5),
+        ("boundaries", [[0, True]]),
+        ("boundaries", [[-1, 5]]),
+        ("boundaries", [[0, 2**31]]),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_wrong_value_goes_no_further_than_reading(name, value):
+    """What comes later may take it for something else, or fail."""
+    assert RequestParameters.read({name: value}, {name}).refused is Fallback.BAD_PARAMETERS
+
+
+def test_few_of_many_names_are_looked_at():
+    """A million names of other connectors, and behind them one that is unknown."""
+    params = dict.fromkeys((f"remote_{number}" for number in range(LONG)), 1) | {"unknown": 1}
+    assert RequestParameters.read(params, set()).unknown == ()
+
+
+def test_wrong_parameters_are_reported_where_a_report_is_allowed():
+    told = serve(Side(), sent({"recompute_ratio": 2, "report": True}))
+    assert told == {"mode": "plain", "fallback_reason": "bad-parameters"}
 
 
 def test_the_name_of_a_request_is_shown_in_part(caplog):

@@ -41,6 +41,14 @@ def test_segments_are_saved_when_an_earlier_step_has_computed_all_of_them():
     assert save.tokens == tuple(PROMPT[: 3 * SEGMENT])
 
 
+def test_segments_of_a_quantised_cache_have_hashes_of_no_document():
+    """The first segment of a prompt would otherwise be a document. Moved, its KV would be rounded twice."""
+    side, _, _ = started(shape={"is_quantised": True})
+    [save] = saves(side, 3 * SEGMENT)
+    assert len(save.segments) == 3
+    assert not {digest for _, digest in save.segments} & {*DIGESTS}
+
+
 def test_what_the_store_has_is_not_saved():
     side, _, _ = started()
     side.report({DIGESTS[1]: "disk"})

@@ -112,6 +112,20 @@ def test_who_stands_inside_a_cut_segment_has_all_of_it_brought_also_if_the_store
     assert side.matched(other, SEGMENT) == 0  # vLLM alone can continue from a segment's beginning
 
 
+def test_a_failure_there_is_not_hidden(monkeypatch):
+    """vLLM would go on with blocks that lack KV. Elsewhere the request is plain from then on."""
+    side = stored()
+    load(side, side.add(make_request("a", PROMPT)))
+    request = side.add(make_request("b", PROMPT))
+    with monkeypatch.context() as patch:
+        patch.setattr(side.scheduler.prefixes, "matched", None)
+        with pytest.raises(TypeError):
+            side.matched(request, SEGMENT + 32)
+        assert side.matched(request) == 0
+    assert side.matched(request) == 0
+    assert not load(side, request)
+
+
 def test_the_answer_behind_is_hashed_as_by_vllm():
     side = stored()
     request = side.add(make_request("a", PROMPT))

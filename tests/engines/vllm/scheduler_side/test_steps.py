@@ -1,9 +1,12 @@
 """The work for chunks that fits into a step, beside other requests and in slices."""
 
+import time
+
 import pytest
 
 from kvmosaic.engines.vllm.messages import Line
 from kvmosaic.engines.vllm.scheduler_side.admission import LOAD_SHARE, SLICED_STEP_SHARE
+from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, text
 
 HALF = {"recompute_ratio": 0.5, "policy": "random"}
@@ -65,6 +68,21 @@ def test_a_request_that_the_step_has_no_room_for_comes_with_the_next():
     assert side.begin(second)[0] == 100
     assert [load.request_id for load in side.step().loads] == ["b"]
     assert not side.counts("fallbacks")
+
+
+@pytest.mark.parametrize(("local", "matched", "fallbacks"), [(0, 0, {"slower": 1}), (32, None, {})])
+def test_who_never_gets_room_is_prefilled_unless_it_begins_inside_a_chunk(local, matched, fallbacks, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    side = stored()
+    first, second = (side.add(ask_about(FIRST, SECOND, name=name, **HALF)) for name in "ab")
+    side.begin(first)
+    assert side.matched(second, local) is None
+    now += PATIENCE_SECONDS - 0.1
+    assert side.matched(second, local) is None
+    now += 0.1
+    assert side.matched(second, local) == matched
+    assert side.counts("fallbacks") == fallbacks
 
 
 def test_the_first_request_of_a_step_is_admitted_whatever_its_size():

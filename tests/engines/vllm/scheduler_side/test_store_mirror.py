@@ -1,5 +1,6 @@
 """The scheduler's view of the workers' stores."""
 
+from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.messages import RankReport
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 
@@ -26,6 +27,15 @@ def test_after_a_clear_it_is_complete_when_all_ranks_have_listed_their_entries_a
         )
     assert mirror.is_complete
     assert (mirror.tier(b"a"), mirror.has(b"b")) == ("disk", False)
+
+
+def test_one_rank_that_does_not_know_its_weights_counts_for_all():
+    mirror = StoreMirror(2)
+    for rank, tiers in enumerate(("all", "none")):
+        mirror.update(
+            RankReport(rank=rank, fastest="host", changes={}, fetched={}, costs={}, is_off=False, tiers=tiers)
+        )
+    assert (mirror.off_reason, mirror.may_lag_behind_others) == (Fallback.WEIGHTS, False)
 
 
 def test_a_chunk_can_be_stored_if_every_rank_has_room_for_it():

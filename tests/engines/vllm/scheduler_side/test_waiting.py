@@ -141,6 +141,34 @@ def test_a_chunk_that_was_lost_and_is_filled_again_is_found():
     assert admission.finds_all(ours, 0)
 
 
+def test_what_any_rank_does_not_bring_counts_as_missing():
+    side = Side(shape={"ranks": 2})
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    for rank, lost in enumerate((FIRST, SECOND)):
+        assert side.matched(request) is None
+        side.report(rank=rank, not_brought={"request": frozenset([digest_of(lost)])})
+    assert side.matched(request) == 0
+    assert side.counts("fallbacks") == {"not-stored": 1}
+
+
+def test_what_was_lost_is_fetched_again_after_a_preemption():
+    side = Side()
+    side.store(FIRST, SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0))
+    assert side.matched(request) is None
+    side.report(not_brought={"request": frozenset([digest_of(FIRST)])})
+    assert side.begin(request)[0] == 100
+    side.step()
+    request.num_preemptions = 1
+    assert side.matched(request) is None
+    assert fetches(side.step()) == [("request", of(FIRST, SECOND))]
+    side.report(fetched=["request"])
+    side.begin(request)
+    assert [chunk["tier"] for chunk in side.ours(request).report["chunks"]] == ["disk", "disk"]
+
+
 def test_a_request_that_loses_all_its_chunks_is_prefilled():
     side = Side()
     side.store(FIRST, SECOND, tier="disk")
@@ -188,6 +216,18 @@ def test_before_all_ranks_have_told_what_they_have_requests_wait():
     assert not side.step().fetches
     side.store(FIRST, rank=1)
     assert side.matched(request) == 60
+
+
+def test_after_memory_was_emptied_requests_wait_until_all_ranks_have_told_again():
+    side = Side(shape={"ranks": 2})
+    side.store(FIRST)
+    side.scheduler.empty_memory()
+    request = side.add(ask_about(FIRST))
+    for rank in range(2):
+        assert side.matched(request) is None
+        side.report({digest_of(SECOND): "host"}, rank=rank, is_all=True)
+    assert side.matched(request) == 0
+    assert side.counts("fallbacks") == {"not-stored": 1}
 
 
 def test_patience_ends_and_the_request_is_prefilled(clock, caplog):
@@ -279,6 +319,39 @@ def test_an_abort_while_it_waits_releases_what_was_fetched():
     assert side.step().released == ["request"]
     side.report(fetched=["request"])  # which no request waits for any more
     assert side.step().is_empty
+
+
+def test_a_request_that_fails_while_it_waits_is_plain_from_then_on(monkeypatch):
+    side = Side()
+    side.store(FIRST, tier="disk")
+    request = side.add(ask_about(FIRST))
+    assert side.matched(request) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(side.scheduler._waiting, "matched", None)
+        assert side.matched(request) == 0
+    work = side.step()
+    assert (work.fetches, work.released) == ([], ["request"])
+    side.store(FIRST)
+    side.report(fetched=["request"])
+    assert side.matched(request) == 0
+    side.give(request, 0, more=100)
+    assert not side.step().loads
+    assert side.scheduler.finished(request) == {"mode": "plain", "fallback_reason": "error"}
+    assert side.is_forgotten(request)
+
+
+def test_a_request_that_fails_inside_a_chunk_is_loaded_all_the_same(monkeypatch):
+    """Layers with a sliding window may lack KV that vLLM alone would need. It is not loaded in slices, which would
+    need a plan."""
+    side = Side()
+    side.store(FIRST, SECOND)
+    request = side.add(ask_about(FIRST, SECOND))
+    side.ours(request).is_long = True
+    monkeypatch.setattr(side.scheduler._waiting, "matched", None)
+    assert side.ask(request, 32) == (68, False)
+    side.give(request, 68, local=32)
+    [load] = side.step().loads
+    assert (load.start, load.is_sliced) == (32, False)
 
 
 def test_an_abort_before_anything_was_asked_for_releases_nothing():

@@ -3,6 +3,7 @@
 import pytest
 
 from kvmosaic.engines.vllm.compat.scheduling import HIDDEN
+from kvmosaic.engines.vllm.messages import RankReport, StepReport
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
     SECOND,
@@ -42,6 +43,22 @@ def test_block_hashes_never_come_back():
     assert len(seen) == len(set(seen))
 
 
+def test_a_change_is_told_once_and_by_the_rank_that_noticed_it_first():
+    side = Side(shape={"ranks": 2})
+    ours = side.ours(side.add(ask_about(FIRST)))
+    side.report(weights=0, weights_digest="a")
+    assert (ours.is_stale, side.step().weights) == (False, 0)
+    reports = [
+        RankReport(rank=rank, fastest="host", changes={}, fetched={}, costs={}, is_off=False, weights=rank)
+        for rank in range(2)
+    ]
+    side.scheduler.update(StepReport(reports))
+    assert (ours.is_stale, side.step().weights, side.step().weights) == (True, 1, 1)
+    later = side.ours(side.add(ask_about(FIRST, name="later")))
+    side.report(weights=1)
+    assert not later.is_stale
+
+
 @pytest.mark.parametrize("tiers", ["all", "memory", "none"])
 def test_a_pool_is_asked_only_by_workers_that_use_it(tiers):
     side = Side(remote="valkey://localhost:1", miss_policy="fill-first", prefix_blocks=True)
@@ -61,7 +78,7 @@ def test_nothing_is_reused_nor_filled_until_weights_are_known_again():
     assert side.matched(waiting, 16) == 0
     late = side.add(ask_about(FIRST, name="late"))
     assert side.counts("fallbacks")["unknown-weights"] == 2
-    assert not side.run().fills
+    assert not any(work.fills or work.fill_slice for work in (side.run(), side.run()))
     assert side.scheduler.finished(late)["fallback_reason"] == "unknown-weights"
 
     side.report({digest_of(FIRST): "host"}, weights=2, weights_digest="b", tiers="all", is_all=True)
@@ -77,6 +94,14 @@ def test_a_request_that_begins_inside_a_chunk_is_loaded_all_the_same():
     assert side.matched(waiting, 32) == 100 - 32
 
 
+def test_a_long_chunk_that_was_begun_with_the_old_weights_is_filled_from_its_start():
+    side = Side()
+    side.matched(side.add(ask_about(text(5, 300))))
+    assert [side.run().fill_slice.start for _ in range(2)] == [0, 32]
+    side.report(weights=1, weights_digest="a")
+    assert side.run().fill_slice.start == 0
+
+
 @pytest.mark.parametrize("comes_before", [True, False])
 def test_the_end_of_a_system_prompt_is_stored_of_requests_that_come_later(comes_before):
     """vLLM's prefix cache may hold KV of the old weights for an earlier request."""
@@ -90,6 +115,17 @@ def test_the_end_of_a_system_prompt_is_stored_of_requests_that_come_later(comes_
     side.begin(request)
     [load] = side.step().loads
     assert load.is_findable is not comes_before
+
+
+@pytest.mark.parametrize("tiers", ["all", "none"])
+def test_no_prefix_is_saved_while_weights_are_unknown(tiers):
+    side = Side(prefix_blocks=True)
+    side.report(weights=1, weights_digest="a", tiers=tiers, is_all=True)
+    request = side.add(make_request("plain", text(5, 3 * SEGMENT)))
+    _, blocks = side.begin(request, more=4 * SEGMENT)
+    side.step(scheduled={"plain": SEGMENT}, computed={"plain": 0}, new=frozenset({"plain"}), blocks={"plain": blocks})
+    work = side.step(scheduled={"plain": SEGMENT}, computed={"plain": SEGMENT})
+    assert bool(work.prefix_saves) is (tiers == "all")
 
 
 @pytest.mark.parametrize("is_finished", [True, False])

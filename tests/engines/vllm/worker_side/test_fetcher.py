@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from kvmosaic.engines.vllm.worker_side import fetcher as fetcher_module
 from kvmosaic.engines.vllm.worker_side.fetcher import FETCHES_AT_ONCE, MAX_WAITING_FETCHES, ChunkFetcher
 from kvmosaic.store import ChunkStorageManager, MissReason
 from kvmosaic.store.tiers.disk import DiskTier
@@ -66,13 +67,19 @@ def shut(disk, entry):
     return gate
 
 
+def ends(fetcher, *names):
+    """Wait until these requests' fetches are over. Returns how each ended."""
+    deadline, found = time.monotonic() + PATIENCE_S, {}
+    while left := set(names) - found.keys():
+        assert time.monotonic() < deadline, f"still waiting for {left}"
+        found |= fetcher.take_finished()
+        time.sleep(0.001)
+    return found
+
+
 def finished(fetcher, *names):
     """Wait until these requests' fetches are over."""
-    deadline, left = time.monotonic() + PATIENCE_S, set(names)
-    while left:
-        assert time.monotonic() < deadline, f"still waiting for {left}"
-        left -= fetcher.take_finished().keys()
-        time.sleep(0.001)
+    ends(fetcher, *names)
 
 
 def asked(disk, entry):
@@ -123,7 +130,7 @@ def test_a_request_that_asks_again_waits_for_its_second_fetch(fetcher, disk, ent
     first.set()
     asked(disk, entries[1])
     fetcher.start("b", [entries[2].key])
-    finished(fetcher, "b")
+    assert ends(fetcher, "b").keys() == {"b"}
     assert fetcher.take_finished() == {}
     second.set()
     finished(fetcher, "a")
@@ -233,3 +240,72 @@ def test_a_fetch_tells_what_it_did_not_bring(store, fetcher, entries, disk):
     while not (over := fetcher.take_finished()):
         assert time.monotonic() < deadline
     assert over["request"].not_brought == {keys[1].content_hash}
+
+
+def test_what_is_fetched_is_not_evicted_until_it_is_released(disk, entries):
+    store = ChunkStorageManager([HostTier(3 * entries[0].nbytes), disk])
+    fetcher = ChunkFetcher(store)
+    fetcher.start("a", [entries[0].key])
+    finished(fetcher, "a")
+    store.fetch([entry.key for entry in entries[1:20]])
+    assert store.is_near(entries[0].key)
+    fetcher.release("a")
+    assert store.get_stats()["pinned"] == 0
+    fetcher.close()
+    store.close()
+
+
+def test_no_more_is_held_than_the_limit_and_the_rest_is_told(disk, entries, monkeypatch):
+    """The host tier has no room for any of them."""
+    monkeypatch.setattr(fetcher_module, "HELD_BYTES", 2 * entries[0].nbytes)
+    store = ChunkStorageManager([HostTier(1), disk])
+    fetcher = ChunkFetcher(store)
+    fetcher.start("a", [entry.key for entry in entries[:3]])
+    assert ends(fetcher, "a")["a"].not_brought == {entries[2].key.content_hash}
+    assert set(fetcher.kept_for("a")) == {entry.key for entry in entries[:2]}
+    fetcher.release("a")
+    fetcher.start("b", [entries[2].key])
+    assert not ends(fetcher, "b")["b"].not_brought
+    fetcher.close()
+    store.close()
+
+
+def test_a_fetch_that_fails_is_over_and_brought_nothing(fetcher, store, entries, monkeypatch):
+    def fail(keys):
+        raise ValueError("a failure made for this test")
+
+    monkeypatch.setattr(store, "fetch_each", fail)
+    fetcher.start("a", [entries[0].key])
+    assert ends(fetcher, "a")["a"].not_brought == {entries[0].key.content_hash}
+    assert (fetcher.take_errors(), fetcher.take_errors()) == (1, 0)
+
+
+def test_the_end_of_a_fetch_is_not_taken_for_that_of_the_next(fetcher, disk, entries):
+    """The first has ended, and nobody was told before the request asked again."""
+    fetcher.start("a", [entries[0].key])
+    deadline = time.monotonic() + PATIENCE_S
+    while not fetcher._finished:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gate = shut(disk, entries[1])
+    fetcher.start("a", [entries[1].key])
+    assert fetcher.take_finished() == {}
+    gate.set()
+    finished(fetcher, "a")
+
+
+def test_what_no_request_waits_for_is_not_held(disk, entries):
+    store = ChunkStorageManager([HostTier(1), disk])
+    fetcher = ChunkFetcher(store)
+    fetcher.bring_up([entries[0].key])
+    asked(disk, entries[0])
+    fetcher.close()
+    assert fetcher._held_bytes == 0
+    store.close()
+
+
+def test_only_fetches_that_wait_count_as_waiting(fetcher, store, entries, monkeypatch):
+    monkeypatch.setattr(fetcher_module, "MAX_WAITING_FETCHES", 2)
+    for entry in entries[:6]:
+        fetcher.start("a", [entry.key])
+        assert not ends(fetcher, "a")["a"].not_brought

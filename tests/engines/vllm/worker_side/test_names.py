@@ -18,6 +18,19 @@ class OneRank(Ranks):
         self.rank, self.count, self._groups = 0, 1, []
 
 
+class TwoRanks(OneRank):
+    """The first of two ranks; the other says what it is told to."""
+
+    theirs: tuple[str | None, str | None] = ("as at the start", None)
+    they_have_to_look = False
+
+    def gather(self, mine):
+        return [mine, self.theirs]
+
+    def all_have(self, mine):
+        return [each and not self.they_have_to_look for each in mine]
+
+
 class Model(torch.nn.Linear):
     """A model whose weights can be made unreadable."""
 
@@ -84,6 +97,37 @@ def test_weights_that_are_handed_to_the_model_are_looked_at(model):
     model.load_weights([("weight", torch.zeros(8, 8)), ("bias", torch.zeros(8))])
     assert made.have_changed()
     assert made.fingerprint != first
+
+
+def test_weights_that_were_handed_over_in_part_are_looked_at(model):
+    made, _ = names(model)
+    first = made.fingerprint
+    with pytest.raises(RuntimeError):
+        model.load_weights([("weight", torch.zeros(8, 8)), ("bias", torch.zeros(9))])
+    assert made.have_changed()
+    assert made.fingerprint != first
+
+
+def test_weights_of_all_ranks_count(model):
+    ranks = TwoRanks()
+    weights = EngineWeights(vllm_config("dummy"), model, ranks)
+    first = weights.identity
+    ranks.theirs = ("others", None)
+    assert not weights.have_changed()
+    ranks.they_have_to_look = True
+    assert weights.have_changed()
+    assert weights.is_known
+    assert weights.identity != first
+    ranks.theirs = (None, "nobody knows how")
+    assert weights.have_changed()
+    assert (weights.is_known, weights.problem) == (False, "nobody knows how")
+
+
+def test_names_depend_on_everything_that_entries_are_made_by(model):
+    weights = EngineWeights(vllm_config("dummy"), model, OneRank())
+    config = load_config(enable_chunk_cache=True)
+    made = [EntryNames(config, weights, {"dtype": dtype}, is_first=True) for dtype in ("one", "other", "one")]
+    assert made[0].fingerprint == made[2].fingerprint != made[1].fingerprint
 
 
 def test_files_name_weights_while_these_are_as_they_were_loaded(model, tmp_path, errors):

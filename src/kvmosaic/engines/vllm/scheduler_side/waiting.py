@@ -105,7 +105,7 @@ class WaitingRoom:
         """Have chunks fetched, and those of an earlier fetch of the request, which this one replaces."""
         tiers = {digest: self._mirror.tier(digest) for digest in chunks}
         request.fetched_from |= {digest: tier for digest, tier in tiers.items() if tier is not None}
-        request.fetched |= chunks
+        request.fetched = chunks | request.fetched
         request.wait_for(self._shape.ranks if request.fetched else 0)
         if request.fetched:
             work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=tuple(request.fetched.items())))
