@@ -112,8 +112,9 @@ class ChunkRequest:
 
     def begins_inside(self, local: int) -> bool:
         """Whether vLLM's prefix cache, which has the first ``local`` tokens, ends inside a chunk. Layers with a
-        sliding window may then lack KV that the next tokens see, so only a load can continue from there."""
-        return any(span.start < local < span.end for span in self.prompt.chunks)
+        sliding window may then lack KV that the next tokens see, so only a load can continue from there. Blocks of
+        the plain prompt have all KV."""
+        return self.plain_because is None and any(span.start < local < span.end for span in self.prompt.chunks)
 
     def first_cut_block(self, shape: EngineShape) -> int | None:
         """The first block of the first chunk that some layers keep only in part; ``None`` without one."""

@@ -118,9 +118,7 @@ class ChunkScheduler:
                 raise  # vLLM alone cannot continue from there
             logger.exception("request %s cannot be planned", shown_id(request.request_id))
             self.stats.failed("schedule")
-        if (
-            ours is not None and ours.plain_because is None and ours.begins_inside(local)
-        ):  # then the rest has to be loaded as it was before
+        if ours is not None and ours.begins_inside(local):  # then the rest has to be loaded as it was before
             ours.is_long = False
             return max(0, ours.prompt.question.start - local), False
         self.give_up(request)
