@@ -49,6 +49,8 @@ class SlowTier(Tier):
         self.capacity = None
         self.entries: dict[ChunkKey, ChunkKV] = {}
         self.gate = threading.Event()
+        self.is_asked = threading.Event()
+        """Set once the first write has begun."""
         self.error: OSError | None = None
 
     def size(self, key: ChunkKey) -> int | None:
@@ -63,6 +65,7 @@ class SlowTier(Tier):
         return entry.nbytes
 
     def put(self, entry: ChunkKV) -> int:
+        self.is_asked.set()
         assert self.gate.wait(20)
         if self.error:
             raise self.error
@@ -253,7 +256,9 @@ def test_a_full_queue_makes_nobody_wait() -> None:
     slow = SlowTier()
     store = ChunkStorageManager([HostTier(3 * ONE), slow])
     store._stack.writer._max_bytes = 2 * ONE
-    assert all(store.put(make_entry(number)) for number in range(10))
+    assert store.put(make_entry(0))
+    assert slow.is_asked.wait(20)
+    assert all(store.put(make_entry(number)) for number in range(1, 10))
     assert store.get_stats()["dropped_writes"] == 5
     slow.gate.set()
     store.flush()
@@ -285,6 +290,7 @@ def test_what_is_queued_when_memory_is_emptied_has_to_fit_into_the_queue() -> No
     store = ChunkStorageManager([HostTier(PLENTY), slow])
     store._stack.writer._max_bytes = 2 * ONE
     assert all(store.put(make_entry(number)) for number in range(5))
+    assert slow.is_asked.wait(20)  # otherwise the entry that is written first may be one that is dropped
     store.empty_memory()
     assert store.get_stats()["dropped_writes"] == 3
     slow.gate.set()
