@@ -447,15 +447,15 @@ class Simulation:
         self.pool = self.vllm.kv_cache_manager.block_pool
         self.blocks = blocks
         self.workers = Workers(self.ours._shape, blocks, ranks, window, random.Random(seed))
-        serve = self.ours._serve_plainly
+        leave = self.ours._leave
 
-        def serve_plainly(request: Request, ours: Any, local: int, reason: Any) -> int | None:
-            result: int | None = serve(request, ours, local, reason)
+        def leave_to_vllm(ours: Any, local: int, reason: Any) -> None:
+            leave(ours, local, reason)
+            request = self.requests[ours.request_id]
             if request.block_hashes == ours.block_salts.plain:
                 self.workers.serve_plainly(request)
-            return result
 
-        self.ours._serve_plainly = serve_plainly
+        self.ours._leave = leave_to_vllm
         self._ahead = int(is_async)
         self._pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.reports: dict[str, dict[str, Any]] = {}

@@ -67,6 +67,7 @@ def test_a_request_that_came_before_its_adapter_was_loaded_reuses_chunks():
     store(side, FIRST, SECOND)
     assert side.matched(request, 16) == 0
     side.report(adapters={1: A})
+    assert side.matched(request, 16) is None, "vLLM found these tokens by hashes without salts"
     external, _ = side.begin(request, 16)
     assert external == 100 - 16
     [load] = side.step().loads

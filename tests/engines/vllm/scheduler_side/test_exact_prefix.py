@@ -1,6 +1,7 @@
 """Prompts with chunks of which vLLM's own prefix cache has exact KV, under vLLM's own scheduler."""
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from kvmosaic.core.key import content_hash
 from kvmosaic.engines.results import Fallback
@@ -102,6 +103,80 @@ def test_documents_that_vllm_evicts_while_a_request_waits_are_reused(blend):
     assert report["mode"] == "reuse"
 
 
+@pytest.mark.parametrize("blend", BLENDS)
+def test_documents_that_vllm_evicts_while_it_has_no_blocks_for_a_request_are_reused(blend):
+    engine = Simulation(blocks=24)
+    answered(engine, ask("first", 91, blend=blend))
+    store(engine, *DOCUMENTS)
+    engine.add(make_request("busy", text(70, 196), sampling={"max_tokens": 170}, report=True))
+    for _ in range(5):
+        engine.step()
+    request = engine.add(ask("second", 92, blend=blend))
+    engine.step()
+    assert engine.ours._requests["second"].plain_because is Fallback.PREFIX_CACHED
+    assert request.status is RequestStatus.WAITING
+    engine.finish()
+    engine.check_that_nothing_is_left()
+    assert engine.reports["second"]["mode"] == "reuse"
+
+
+def test_a_conversation_that_was_served_by_reuse_keeps_its_history():
+    """Even if another client has the same documents computed, without saying that they are documents."""
+    engine = Simulation(blocks=400)
+    store(engine, *DOCUMENTS)
+    history = text(60, 300)
+
+    def turn(name, *more):
+        told = {"recompute_ratio": 0.3, "policy": "sink-link", "sampling": {"max_tokens": 4}, "report": True}
+        return make_request(name, SYSTEM, *DOCUMENTS, [*history, *more], **told)
+
+    answered(engine, turn("first"))
+    flat = [*SYSTEM, *(token for document in DOCUMENTS for token in document), *text(93, 10)]
+    answered(engine, make_request("plain", flat, sampling={"max_tokens": 4}, report=True))
+    [report] = answered(engine, turn("second", 5, 6))
+    assert report["local"] >= AHEAD + len(history) - BLOCK
+
+
+def test_new_chunks_behind_an_exact_prefix_are_filled_in_the_background():
+    engine = Simulation(blocks=200)
+    answered(engine, ask("first", 91))
+    store(engine, *DOCUMENTS)
+    new = text(5, 24)
+    [report] = answered(engine, ask("second", 92, [*DOCUMENTS, new], sampling={"max_tokens": 30}))
+    assert report["fallback_reason"] == "prefix-cached"
+    assert report["chunks"][-1]["reason"] == "missing"
+    [report] = answered(engine, ask("third", 92, [new, *DOCUMENTS]))
+    assert report["chunks"][0]["status"] == "cached"
+
+
+def test_exact_prefixes_beside_a_draft_model_may_lack_a_block():
+    """With some draft models, vLLM finds a block less than it has."""
+    found = []
+    for has_drafts in (False, True):
+        side = Side(shape={"has_drafts": has_drafts}, recompute_ratio=0.0)
+        side.store(*DOCUMENTS)
+        ours = side.ours(side.add(ask_about(*DOCUMENTS)))
+        plain = ours.block_salts.plain
+        side.scheduler._pool.has_cached = plain.__contains__
+        found.append(side.scheduler._exact.enough(ours, []))
+    assert found == [WHOLE, WHOLE - BLOCK]
+
+
+def test_a_request_that_is_left_to_the_prefix_cache_counts_once_it_has_blocks():
+    side = Side(recompute_ratio=0.0)
+    side.store(*DOCUMENTS)
+    side.scheduler._pool.has_cached = lambda block_hash: True
+    request = side.add(ask_about(*DOCUMENTS))
+    for _ in range(2):
+        assert side.matched(request, WHOLE) == 0
+        assert not side.counts("requests")
+    for _ in range(2):  # again after a preemption
+        side.give(request, 0, WHOLE)
+        assert (side.counts("requests"), side.counts("fallbacks")) == ({"plain": 1}, {"prefix-cached": 1})
+    assert side.scheduler.finished(request)["fallback_reason"] == "prefix-cached"
+    assert side.is_forgotten(request)
+
+
 def test_blocks_of_an_adapter_are_never_taken_for_exact():
     """vLLM may replace an adapter's weights under the same name."""
     side = Side(recompute_ratio=0.0)
@@ -111,6 +186,7 @@ def test_blocks_of_an_adapter_are_never_taken_for_exact():
     side.store(*DOCUMENTS)
     side.scheduler._pool.has_cached = lambda block_hash: True
     assert exact.enough(ours, plain) > 0
+    assert exact.enough(ours, []) > 0
     ours.adapter = Adapter(1, b"digest")
     assert exact.enough(ours, plain) == 0
     side.scheduler._serve_plainly(request, ours, 0, Fallback.SLOWER)

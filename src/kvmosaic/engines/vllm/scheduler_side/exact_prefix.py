@@ -18,16 +18,23 @@ class ExactPrefixes:
         self._admission = admission
         self._pool = pool
 
-    def enough(self, request: ChunkRequest, plain: Sequence[Any]) -> int:
+    def enough(self, request: ChunkRequest, salted: Sequence[Any]) -> int:
         """Number of leading tokens that save as much as reuse would, but for a part of a block; 0 if it does not have
-        them. ``plain``: the hashes of the prompt's blocks, without salts."""
+        them, or has more that reuse would find. ``salted``: the hashes of the prompt's blocks for reuse."""
+        assert request.block_salts is not None
+        plain = request.block_salts.plain
         if request.adapter is not None:  # vLLM may replace its weights under the same name
             return 0
         size = self._shape.block_size
         shared = request.prompt.chunks[0].start // size * size  # with reuse, the prefix cache has these as well
         spared = request.prompt.question.start - self._admission.tokens_to_compute(request, shared)
         blocks = spared // size
-        return blocks * size if spared - shared >= size and self._has(plain, blocks - 1) else 0
+        if spared - shared < size or not self._has(plain, blocks - 1):
+            return 0
+        behind = request.prompt.question.start // size
+        if self._has(salted, behind) and not self._has(plain, behind):
+            return 0  # of a conversation whose earlier turns were served by reuse
+        return (blocks - self._shape.has_drafts) * size  # with some draft models, vLLM finds a block less
 
     def has_more(self, plain: Sequence[Any], local: int) -> bool:
         """Whether it has a block behind the first ``local`` tokens."""

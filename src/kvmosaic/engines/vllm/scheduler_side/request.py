@@ -47,6 +47,8 @@ class ChunkRequest:
     """Why it is served plainly, once that is decided. Its blocks are then those of the plain prompt."""
     plain_tokens: int = 0
     """Number of leading tokens that vLLM's prefix cache has to have then. With fewer, it is decided again."""
+    plain_local: int = 0
+    """Number of leading tokens that vLLM's prefix cache had when it was last asked for."""
     lost: set[bytes] = field(default_factory=set)
     """Stored chunks that a fetch did not bring."""
     asked_for: list[bytes] = field(default_factory=list)
@@ -159,8 +161,8 @@ class ChunkRequest:
     def salt_blocks(self, shape: EngineShape) -> None:
         """Set its blocks apart from those of the plain prompt."""
         assert self.block_salts is not None
-        self.plain_because = None
         self.block_salts.add(self.salts(shape))
+        self.plain_because = None  # only now: from here on, its blocks may be loaded
 
     def load(
         self,

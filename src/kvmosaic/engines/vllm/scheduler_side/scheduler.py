@@ -91,11 +91,10 @@ class ChunkScheduler:
         if isinstance(planned, ChunkRequest):
             self._requests[request.request_id] = planned
             planned.block_salts = BlockSalts(request)
-            planned.plain_tokens = self._exact.enough(planned, request.block_hashes) if self._exact else 0
-            if planned.plain_tokens:
-                planned.plain_because = Fallback.PREFIX_CACHED
-            else:
-                planned.salt_blocks(self._shape)
+            planned.salt_blocks(self._shape)
+            enough = self._exact.enough(planned, request.block_hashes) if self._exact else 0
+            if enough and planned.block_salts.take_back(0):
+                planned.plain_because, planned.plain_tokens = Fallback.PREFIX_CACHED, enough
             if self._config.miss_policy != "never":
                 self._backlog.add(chunk for chunk in to_fill if self._mirror.can_store(len(chunk.tokens)))
             return
@@ -128,6 +127,8 @@ class ChunkScheduler:
         params = self._adapters.take_planned(request)
         if params is not None:
             self._plan(request, params)
+            if request.request_id in self._requests:
+                return None, False  # ``local`` was found by hashes without salts
         ours = self._requests.get(request.request_id)
         if ours is None:
             return self.prefixes.matched(request, local, self._work), False
@@ -146,6 +147,9 @@ class ChunkScheduler:
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """The request got its blocks. Its load is done in the coming step, or begins there."""
         ours = self._requests.get(request.request_id)
+        if ours is not None and ours.plain_because is not None:
+            self._leave(ours, ours.plain_local, ours.plain_because)
+            ours = None
         if ours is None:
             if self._adapters.stays_unknown(request):
                 self._reports.fall_back(request.request_id, Fallback.LORA)
@@ -291,6 +295,15 @@ class ChunkScheduler:
             elif self._exact.has_more(request.block_hashes, local):
                 ours.plain_because, ours.plain_tokens = reason, 0
                 return None
+            self._leave(ours, local, reason)
+            return 0
+        if reason is Fallback.PREFIX_CACHED:
+            self._waiting.fill_missing(ours)
+        ours.plain_local = local
+        return 0  # it is left to vLLM once it has blocks: until then, the prefix cache may evict those that it finds
+
+    def _leave(self, ours: ChunkRequest, local: int, reason: Fallback) -> None:
+        """Leave a request with chunks to vLLM, whose prefix cache has its first ``local`` tokens."""
         del self._requests[ours.request_id]
         if ours.has_fetched:
             self._work.released.append(ours.request_id)
@@ -300,4 +313,3 @@ class ChunkScheduler:
             self._work.missed += [chunk for chunk in looked_for.items() if not self._mirror.has(chunk[0])]
             if ours.request_id in self._reports:
                 self._reports.add(ours.request_id, chunks=plain_chunks(ours, local, self._mirror, reason))
-        return 0

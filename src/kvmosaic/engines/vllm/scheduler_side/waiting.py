@@ -114,13 +114,17 @@ class WaitingRoom:
         """Whether to reuse the stored chunks. Missing chunks are queued to be filled in the background."""
         if request.is_worth_it or self._config.miss_policy == "fill-first":
             return True
-        if self._config.miss_policy == "background" and not request.is_noted:
-            request.is_noted = True
-            self._backlog.add(self._missing(request))
+        self.fill_missing(request)
         if request.begins_inside(local):
             return True
         request.is_worth_it = self._admission.is_faster(request, local)
         return request.is_worth_it
+
+    def fill_missing(self, request: ChunkRequest) -> None:
+        """Have the chunks of a request that are not stored filled in the background, if that is the miss policy."""
+        if self._config.miss_policy == "background" and not request.is_noted:
+            request.is_noted = True
+            self._backlog.add(self._missing(request))
 
     def _is_too_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request would keep all other requests waiting for too long. Requests with an adapter are
