@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -564,6 +564,7 @@ chunks = st.lists(st.tuples(st.integers(1, 80), st.sampled_from([(), (1,), SINK,
 
 
 @given(st.lists(chunks, max_size=3), st.integers(1, 300), st.integers(1, 30))
+@example([[(57, SINK)] * 4], 1, 12)  # the last one waits for 291 steps
 def test_within_room_and_pool_and_nothing_is_lost(requests, room, blocks):
     backlog, pool = FillBacklog(make_shape()), make_pool(blocks)
     lengths = {}

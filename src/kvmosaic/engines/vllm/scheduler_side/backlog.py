@@ -214,7 +214,7 @@ class FillBacklog:
             queue.skip()
         else:
             self._passed_over.add(chunk.digest)
-            queue.pass_over()
+            queue.pass_over(is_try=self._begun is None)
 
     def _slice(self, begun: _Begun, room: int, *, is_alone: bool) -> FillSlice:
         """The next tokens of a chunk: as many as there is room for, or half of that if it is not alone."""

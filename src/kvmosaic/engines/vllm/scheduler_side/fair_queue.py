@@ -17,8 +17,8 @@ BYTES_PER_TOKEN = 512
 """Number of bytes of images that count as a token, so that the pixels that wait with chunks never have more than 1
 GiB. A token of an image may have 50 kB, depending on the model."""
 MAX_TRIES = 256
-"""Maximum number of steps with too few free blocks for a chunk before it is forgotten. The next request that lacks it
-queues it again."""
+"""Maximum number of steps with too few free blocks for a chunk before it is forgotten, not counting those in which
+another chunk holds blocks. The next request that lacks it queues it again."""
 
 
 @dataclass
@@ -101,11 +101,11 @@ class FairQueue:
         """Pass the turn to the next request."""
         self._queues.move_to_end(next(iter(self._queues)))
 
-    def pass_over(self) -> None:
+    def pass_over(self, *, is_try: bool) -> None:
         """Move the chunk whose turn it is to the end of its queue, and pass the turn to the next request. After
-        :data:`MAX_TRIES`, the chunk is dropped instead."""
+        :data:`MAX_TRIES` tries, the chunk is dropped instead."""
         chunk = self.next()
-        chunk.tries += 1
+        chunk.tries += is_try
         self._queues[chunk.request_id].move_to_end(chunk.digest)
         self.skip()
         if chunk.tries == MAX_TRIES:
