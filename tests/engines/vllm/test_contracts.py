@@ -56,6 +56,7 @@ def test_methods_that_are_called_in_another_way(monkeypatch):
 
 
 def test_an_untested_release_is_used_if_nothing_is_broken(monkeypatch, caplog):
+    caplog.set_level("WARNING", logger="kvmosaic")  # a library beside vLLM 0.29 sets the root logger to ERROR
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     assert can_be_used()
     assert "vLLM 0.99.0 was never tried" in caplog.text
