@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvmosaic.blend import policy_named
 from kvmosaic.engines.vllm.forward.runs import Run
@@ -31,11 +32,16 @@ from tests.engines.vllm.helpers import (
 from tests.engines.vllm.processes import EngineApart
 from tests.engines.vllm.test_tensor_parallel import answers
 
-pytestmark = pytest.mark.engine
+GPU = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        not (GPU or hasattr(AttentionBackendEnum, "CPU_MLA")), reason="this release of vLLM has no MLA on CPUs"
+    ),
+]
 
 SETTINGS = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model_len": 1024, **LATENT}
 LENGTHS = (21, 33, 48, 64, 70)
-GPU = torch.cuda.is_available()
 KERNELS = [
     {"attention_backend": "FLASH_ATTN_MLA", "dtype": "bfloat16"},
     {"attention_backend": "FLASHMLA", "dtype": "bfloat16", "block_size": 64},
