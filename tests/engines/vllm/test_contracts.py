@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 
 import pytest
 import vllm
@@ -41,6 +42,16 @@ def test_a_field_of_a_step_that_was_renamed(monkeypatch):
 
     monkeypatch.setattr(output, "CachedRequestData", CachedRequestData)
     assert broken_contracts() == ["CachedRequestData has no new_block_ids"]
+
+
+def test_an_argument_that_was_renamed(monkeypatch):
+    def build_attn_metadata(**arguments):
+        return {}
+
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in contracts.METADATA_ARGUMENTS - {"positions"}]
+    build_attn_metadata.__signature__ = Signature(parameters)
+    monkeypatch.setattr("vllm.v1.worker.gpu.attn_utils.build_attn_metadata", build_attn_metadata)
+    assert broken_contracts() == ["build_attn_metadata takes no positions"]
 
 
 def test_methods_that_are_called_in_another_way(monkeypatch):

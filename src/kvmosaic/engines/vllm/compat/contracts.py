@@ -20,12 +20,18 @@ STEP_FIELDS = {
 """Fields of the classes that describe a step, in ``vllm.v1.core.sched.output``."""
 POOL_METHODS = ("get_new_blocks", "free_blocks", "get_num_free_blocks", "get_cached_block", "reset_prefix_cache")
 """Methods of vLLM's pool of blocks."""
+METADATA_ARGUMENTS = {
+    *("attn_groups", "num_reqs", "num_tokens", "query_start_loc_gpu", "query_start_loc_cpu", "max_query_len"),
+    *("seq_lens", "max_seq_len", "block_tables", "slot_mappings", "kv_cache_config", "seq_lens_cpu_upper_bound"),
+    "positions",
+}
+"""Arguments that vLLM's function for attention metadata is called with in every release."""
 
 
 def broken_contracts() -> list[str]:
     """The broken contracts of the installed vLLM: one line each. Numbers that are wrong are found by the self-test
     when an engine starts, not here."""
-    found = [*_broken_imports(), *_broken_fields(), *broken_plugin()]
+    found = [*_broken_imports(), *_broken_fields(), *_broken_arguments(), *broken_plugin()]
     return found or [*_broken_methods(*CONNECTOR), *_broken_methods(*WORKER)]
 
 
@@ -52,6 +58,13 @@ def _broken_fields() -> Iterator[str]:
             yield f"{name} has no {field}"
     pool = import_module("vllm.v1.core.block_pool").BlockPool
     yield from (f"BlockPool has no {name}" for name in POOL_METHODS if not hasattr(pool, name))
+
+
+def _broken_arguments() -> Iterator[str]:
+    build = getattr(import_module("vllm.v1.worker.gpu.attn_utils"), "build_attn_metadata", None)
+    if build is not None:  # otherwise, its import is broken
+        taken = inspect.signature(build).parameters.keys()
+        yield from (f"build_attn_metadata takes no {name}" for name in sorted(METADATA_ARGUMENTS - taken))
 
 
 def _broken_methods(module: str, name: str) -> Iterator[str]:

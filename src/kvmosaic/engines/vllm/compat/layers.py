@@ -11,6 +11,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from kvmosaic.blend.base import KVPart
 from kvmosaic.engines.vllm.compat.ascend import is_ascend
+from kvmosaic.engines.vllm.compat.cpu_cache import write_on_cpu
 from kvmosaic.engines.vllm.compat.quantised import Quantised
 
 Attend = Callable[["KVLayer", torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], object]], None]
@@ -90,7 +91,10 @@ class HeadsLayer(KVLayer):
         return cache
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        self.module.impl.do_kv_cache_update(self.module, k, v, self.module.kv_cache, slots)
+        if hasattr(self.module.impl, "do_kv_cache_update"):
+            self.module.impl.do_kv_cache_update(self.module, k, v, self.module.kv_cache, slots)
+        else:
+            write_on_cpu(self.module, k, v, slots)
 
     def score_queries(self, q: torch.Tensor) -> torch.Tensor:
         """Some backends get quantised queries for a quantised cache."""

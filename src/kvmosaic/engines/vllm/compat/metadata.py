@@ -1,9 +1,12 @@
 """vLLM's attention metadata, which describes the sequences of a forward to backends."""
 
 import copy
+import inspect
 from typing import Any
 
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
+import torch
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata as their_build_attn_metadata
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer, init_attn_backend
 
 __all__ = ["build_attn_metadata", "build_slot_mappings_by_layer", "init_attn_backend", "with_sequences"]
 
@@ -11,6 +14,14 @@ SIZED_BY_BUILDERS = frozenset(
     {"AMX_MLA", "CPU_ATTN", "CPU_MLA", "FLASHINFER", "FLASHMLA", "FLASH_ATTN", "FLASH_ATTN_MLA", "TRITON_ATTN"}
 )
 """Backends whose source was checked: in them, only metadata builders depend on the maximum number of sequences."""
+
+
+def build_attn_metadata(*, is_prefilling: torch.Tensor, **arguments: Any) -> dict[str, Any]:
+    """Metadata by layer, from vLLM's function of that name. Releases before 0.26 do not take ``is_prefilling``."""
+    if "is_prefilling" in inspect.signature(their_build_attn_metadata).parameters:
+        arguments["is_prefilling"] = is_prefilling
+    metadata: dict[str, Any] = their_build_attn_metadata(**arguments)
+    return metadata
 
 
 def with_sequences(vllm_config: Any, kv_cache_config: Any, count: int) -> Any:
