@@ -84,6 +84,7 @@ class HeadsLayer(KVLayer):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, module.num_kv_heads, module.head_size, module.head_size_v)
+        self._can_write = hasattr(module.impl, "do_kv_cache_update")
 
     @property
     def cache(self) -> torch.Tensor:
@@ -91,7 +92,7 @@ class HeadsLayer(KVLayer):
         return cache
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        if hasattr(self.module.impl, "do_kv_cache_update"):
+        if self._can_write:
             self.module.impl.do_kv_cache_update(self.module, k, v, self.module.kv_cache, slots)
         else:
             write_on_cpu(self.module, k, v, slots)
