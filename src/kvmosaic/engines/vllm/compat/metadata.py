@@ -15,10 +15,13 @@ SIZED_BY_BUILDERS = frozenset(
 )
 """Backends whose source was checked: in them, only metadata builders depend on the maximum number of sequences."""
 
+TAKES_PREFILLING = "is_prefilling" in inspect.signature(their_build_attn_metadata).parameters
+"""Whether vLLM's function takes ``is_prefilling``, which releases before 0.26 do not; found out once, not per pass."""
+
 
 def build_attn_metadata(*, is_prefilling: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    """Metadata by layer, from vLLM's function of that name. Releases before 0.26 do not take ``is_prefilling``."""
-    if "is_prefilling" in inspect.signature(their_build_attn_metadata).parameters:
+    """Metadata by layer, from vLLM's function of that name."""
+    if TAKES_PREFILLING:
         arguments["is_prefilling"] = is_prefilling
     metadata: dict[str, Any] = their_build_attn_metadata(**arguments)
     return metadata
