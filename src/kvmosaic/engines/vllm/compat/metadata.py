@@ -16,7 +16,7 @@ SIZED_BY_BUILDERS = frozenset(
 """Backends whose source was checked: in them, only metadata builders depend on the maximum number of sequences."""
 
 TAKES_PREFILLING = "is_prefilling" in inspect.signature(their_build_attn_metadata).parameters
-"""Whether vLLM's function takes ``is_prefilling``, unlike that of releases before 0.26. Read once, not in every pass."""
+"""Whether vLLM's function takes ``is_prefilling``, unlike that of releases before 0.26; read once for all passes."""
 
 
 def build_attn_metadata(*, is_prefilling: torch.Tensor, **arguments: Any) -> dict[str, Any]:
