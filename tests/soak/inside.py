@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from tests.soak.slow_calls import SlowCalls
+
 NAME = "soak-"
 """Prefix of the ids of all requests whose traces are searched."""
 QUEUE_BYTES = 4 * 2**20
@@ -86,16 +88,18 @@ def watch_worker(worker: Any) -> list[int]:
 
     paged.place, paged.compute, blender.choose = placing, computing, choosing
     side.cache.store._stack.writer._max_bytes = QUEUE_BYTES
+    side.slow_calls = SlowCalls()
+    worker.execute_model = side.slow_calls.watched(worker.execute_model)
     return list(sink)
 
 
-def take_written(worker: Any) -> tuple[list[list[Written]], int, float]:
+def take_written(worker: Any) -> tuple[list[list[Written]], int, float, list[str]]:
     """KV that each call wrote since the last time, the number of tokens that were computed for it besides vLLM's own,
-    and the seconds that this rank has had to wait for a processor so far."""
+    the seconds that this rank has had to wait for a processor so far, and what its threads did in long steps."""
     side = get_kv_transfer_group().worker
     written, side.written = side.written, []
     computed, side.computed_tokens = side.computed_tokens, 0
-    return written, computed, seconds_kept_waiting()
+    return written, computed, seconds_kept_waiting(), side.slow_calls.take()
 
 
 def worker_state(worker: Any) -> dict[str, Any]:
@@ -131,6 +135,8 @@ class BlockWatch:
         self._waits: list[float] = []
         self.planned = ""
         """Tokens that the latest step computes."""
+        self.slow_calls: list[str] = []
+        """What the threads of each rank did in long steps."""
         self.kept_waiting = 0.0
         """Seconds until the latest step in which other programs had the processor that this engine was waiting
         for."""
@@ -170,7 +176,8 @@ class BlockWatch:
     def after_step(self) -> list[Begun]:
         """Requests that the step began. Workers load their chunks before vLLM's own forward."""
         ranks = self._llm.collective_rpc(take_written)
-        waits = [seconds for *_, seconds in ranks]
+        waits = [seconds for _, _, seconds, _ in ranks]
+        self.slow_calls += [f"rank {i}: {each}" for i, (*_, slow) in enumerate(ranks) for each in slow]
         if ranks[0][1]:
             self.planned += f", computed {ranks[0][1]} for these"
         self.kept_waiting += max(now - before for now, before in zip(waits, self._waits or waits, strict=True))
@@ -280,7 +287,8 @@ def traces(root: object, name: str) -> Iterator[str]:
             waiting += [(f"{path}[…]", value) for value in each if not isinstance(value, (int, float))]
         elif type(each).__module__.startswith("kvmosaic"):
             names = [*vars(each)] if hasattr(each, "__dict__") else getattr(type(each), "__slots__", ())
-            waiting += [(f"{path}.{name}", getattr(each, name, None)) for name in names if name != "written"]
+            ours = [name for name in names if name not in ("written", "slow_calls")]
+            waiting += [(f"{path}.{name}", getattr(each, name, None)) for name in ours]
 
 
 def resident_bytes() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
-from tests.soak.faults import DiskFault, end_disk_fault, install_disk_faults, start_disk_fault
+from tests.soak.faults import DiskFault, end_disk_fault, install_disk_faults, start_disk_fault, waited_for
 from tests.soak.inside import NAME, Begun, BlockWatch, chunks_of, engine_state, preemptions, waiting_fills
 from tests.soak.traffic import Ask, Kind, Traffic
 
@@ -75,6 +75,8 @@ class RoundOutcome:
     """The longest ones."""
     is_plain: bool = False
     """Whether no request had chunks, for comparison."""
+    slow_calls: list[str] = field(default_factory=list)
+    """What each rank did in steps that took long."""
     problems: list[str] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -149,6 +151,8 @@ class Session:
         self._calm_down()
         outcome.state = engine_state(self._llm)
         outcome.problems += [f"left behind: {each}" for each in outcome.state["left"]]
+        outcome.problems += [line for rank in self._llm.collective_rpc(waited_for) for line in rank]
+        outcome.slow_calls, self._watch.slow_calls = self._watch.slow_calls, []
         return outcome
 
     def _measure_prefill(self) -> None:

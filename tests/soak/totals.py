@@ -10,6 +10,7 @@ from tests.soak.session import RoundOutcome, Stall
 MOST_STALL = 2.0
 """Maximum time that a request without chunks may wait for a token, in prefill steps. More is allowed if vLLM alone
 takes longer, on a busy machine."""
+MOST_SLOW_CALLS = 20
 MOST_GROWTH = 96 * 2**20
 """Maximum growth of an engine's memory in a life, in bytes, once it is warm."""
 
@@ -40,6 +41,8 @@ class Totals:
     """Whether no life had a stall that was too long."""
     growth: float = 0.0
     """Largest growth of memory in any life, in bytes."""
+    slow_calls: list[str] = field(default_factory=list)
+    """What each rank did in steps that took long: the first ones."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, outcome: RoundOutcome) -> None:
@@ -49,6 +52,7 @@ class Totals:
         self.aborted += outcome.aborted
         self.preempted += outcome.preempted
         self.steps += outcome.steps
+        self.slow_calls = (self.slow_calls + outcome.slow_calls)[:MOST_SLOW_CALLS]
 
     def end_life(self, name: str, rounds: list[RoundOutcome]) -> None:
         """Add results that are known only at the end of a life."""
@@ -121,6 +125,7 @@ class Totals:
             f"with what others had the processor for) over {stall.steps} step(s), {name}: {stall.during}"
             for ratio, name, stall in self.stalls
         ]
+        lines += [f"- a long step, {each}" for each in self.slow_calls]
         return "\n".join(lines)
 
 

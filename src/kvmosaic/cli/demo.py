@@ -47,6 +47,8 @@ def demo(
             ours = _best(llm, request, max_tokens, recompute_ratio=request.ratio)
             steps.done()
             compared.append(Compared(request, ours, full))
+            times = f"first token after {ours.ttft_ms:.0f} ms, full prefill {full.ttft_ms:.0f} ms"
+            steps.tell(f"{request.title}: {times}")
         stats, held = llm.chunk_cache.get_stats(), llm.chunk_cache.store.held()
     _show(model, compared, json)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)

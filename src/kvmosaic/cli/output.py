@@ -102,6 +102,10 @@ class Steps:
         self._progress.update(self._task, completed=done)
         self._print_line()
 
+    def tell(self, result: str) -> None:
+        """Print a result that is known before the command ends. It stays above the bar."""
+        console.print(result, markup=False, highlight=False, soft_wrap=True)
+
     def _print_line(self) -> None:
         if console.is_terminal or monotonic() - self._printed < SECONDS_PER_LINE:
             return

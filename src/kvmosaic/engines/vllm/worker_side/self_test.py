@@ -1,5 +1,6 @@
 """The start-up gate's trial inside vLLM. It runs when the KV cache exists and no block of it is in use yet."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,6 +16,9 @@ from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
+
+logger = logging.getLogger(f"vllm.{__name__}")
+"""A child of vLLM's logger, so that it inherits prefix, level and handlers."""
 
 RUN_TOKENS = 7
 """Number of tokens of each recomputed run, which is a virtual sequence of its own."""
@@ -34,6 +38,8 @@ def self_test(
     """Why chunks must not be reused, in one line, the same on all ranks; ``None`` when all is well. ``model`` is
     vLLM's ``ModelConfig``, ``context`` the setting ``chunk_context``; ``is_sink_placed``: whether fills come after KV
     that is placed, as with a learned sink; ``is_int8``: whether chunks are stored in 8 bits."""
+    if ranks.rank == 0:  # on a CPU, the trials of a model take up to half a minute
+        logger.info("self-test: comparing moved and reused KV with exact references")
     after = trial_sink(context, sink, model.get_vocab_size(), is_placed=is_sink_placed)
     trials = (
         VllmTrial(prompt, chunk_context(context, prompt, after), forward, blocks, ranks, is_sink_placed, is_int8)
