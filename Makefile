@@ -82,7 +82,7 @@ $(VENV)/.dev: pyproject.toml
 	.ci/install $(VENV) -e '.[hf,mooncake,dev,docs]'
 	touch $@ $(VENV)/.hf
 
-# What serving on a CPU needs. pip also installs builds of the last three packages that do not match the CPU build of
+# What serving on a CPU needs. With it come builds of the last three packages that do not match the CPU build of
 # torch and break transformers. Tests of some models need torchvision's Python code, and find it in a separate folder.
 $(VENV)-vllm/.serve: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm
@@ -92,7 +92,7 @@ $(VENV)-vllm/.serve: pyproject.toml
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# What tests need beside it. Clients are installed after vLLM, because pip resolves both together for many minutes.
+# What tests need beside it. Clients are installed after vLLM, because pip would resolve both together for many minutes.
 # LlamaIndex's client requires an older transformers than vLLM's, only to count tokens.
 $(VENV)-vllm/.ready: $(VENV)-vllm/.serve
 	.ci/install $(VENV)-vllm -e '.[mooncake,dev,clients]'
