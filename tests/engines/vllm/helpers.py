@@ -250,7 +250,7 @@ def fill_alone(context: Sequence[int], tokens: Sequence[int]) -> Any:
 
 
 def fill_in_background(fills: Sequence[Any]) -> None:
-    worker_side()._filler.fill_in_background(fills, None)
+    worker_side()._filler.fill_in_background(fills, None, can_store=True)
 
 
 def note_fills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from kvmosaic.engines.vllm.scheduler_side import waiting
 from tests.engines.vllm.helpers import (
     PART,
     ask,
@@ -12,6 +13,7 @@ from tests.engines.vllm.helpers import (
     draw,
     fail,
     forget,
+    greedy,
     is_idle,
     join,
     plain_answer,
@@ -127,6 +129,30 @@ def test_chunks_that_cannot_be_stored_are_used_once(llm, errors, monkeypatch):
     assert [chunk["status"] for chunk in report(output)["chunks"]] == ["filled", "filled"]
 
 
+def test_beside_a_request_that_decodes_nobody_waits_for_chunks_that_cannot_be_stored(llm, errors, monkeypatch):
+    """They are more than the step beside it has room for, so they are filled in the background first."""
+    monkeypatch.setattr(waiting, "PATIENCE_SECONDS", 1e6)
+    engine, outputs = llm.llm_engine, {}
+    ids, boundaries = join([draw(45), *(draw(180) for _ in range(3)), draw(7)])
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_side().cache.store, "put", fail)
+        patch.setattr(scheduler_side(llm)._admission, "tokens_worth_filling", lambda: 100)
+        engine.add_request("decodes", {"prompt_token_ids": draw(20)}, greedy(400))
+        while not engine.step():  # until it decodes
+            pass
+        engine.add_request(
+            "lacks", {"prompt_token_ids": ids}, greedy(2, params={"boundaries": boundaries, "report": True})
+        )
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+    assert list(outputs) == ["lacks", "decodes"]
+    assert set(errors) == {"store"}
+    assert [chunk["status"] for chunk in report(outputs["lacks"])["chunks"]] == ["filled"] * 3
+    assert is_idle(llm)
+
+
 def test_chunks_cannot_be_forgotten(llm, documents, errors, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(worker_side().cache.store, "empty_memory", fail)
@@ -154,6 +180,8 @@ def test_exact_prefixes_that_fail(llm, errors, monkeypatch, stage):
 
 SCHEDULER = {
     "plan": ("_planner", "plan"),
+    "exact": ("_exact", "enough"),
+    "waiting": ("_waiting", "matched"),
     "worth": ("_admission", "is_faster"),
     "room": ("_admission", "has_room"),
     "tokens": ("_admission", "_load_cost"),

@@ -258,6 +258,8 @@ class RankReport:
     """The recomputed tokens, by request whose load is reported."""
     adapters: dict[int, bytes] = field(default_factory=dict)
     """Digests of adapters that vLLM has loaded since the last report, by number."""
+    ended_fills: frozenset[bytes] = frozenset()
+    """Content hashes of chunks whose filling in the background is over, whether they are stored or not."""
     is_all: bool = False
     """Whether ``changes`` lists all stored entries, so that earlier reports can be forgotten."""
 

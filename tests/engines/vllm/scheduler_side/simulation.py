@@ -134,6 +134,7 @@ class Workers:
     streams: dict[str, _Stream] = field(default_factory=dict)
     store: dict[bytes, str] = field(default_factory=dict)
     news: list[dict[bytes, str | None]] = field(default_factory=list)
+    ended_fills: list[set[bytes]] = field(default_factory=list)
     fetching: list[dict[str, int]] = field(default_factory=list)
     """By rank: requests whose fetch takes more steps."""
     pinned: set[str] = field(default_factory=set)
@@ -154,6 +155,7 @@ class Workers:
         self.windowed = self.memory.copy()
         """Labels in layers with a sliding window, where loads do not write slots that no later token sees."""
         self.news = [{} for _ in range(self.ranks)]
+        self.ended_fills = [set() for _ in range(self.ranks)]
         self.fetching = [{} for _ in range(self.ranks)]
         self._loading: dict[str, ChunkLoad] = {}
         self._unlisted: set[int] = set()
@@ -292,7 +294,10 @@ class Workers:
     def _filled(self, digest: bytes, tokens: Sequence[int], context: Sequence[int]) -> None:
         plain = content_hash(tokens, context)
         assert digest in {plain, *(sha256(salt + plain).digest()[: len(plain)] for salt in self.salts)}
-        self.put(digest, "host")
+        if self.chance.random() < 0.95:  # otherwise the store does not accept it
+            self.put(digest, "host")
+        for ended in self.ended_fills:
+            ended.add(digest)
 
     def _fill_slice(self, part: FillSlice, tables: dict[str, list[int]]) -> None:
         """Compute a slice as a separate sequence. Each slice finds the labels that earlier ones left."""
@@ -416,6 +421,7 @@ class Workers:
         fetched = [name for name, steps in waiting.items() if steps == 0]
         self.fetching[rank] = {name: steps - 1 for name, steps in waiting.items() if steps}
         changes, self.news[rank] = self.news[rank], {}
+        ended, self.ended_fills[rank] = frozenset(self.ended_fills[rank]), set()
         is_all = rank in self._unlisted
         self._unlisted.discard(rank)
         return RankReport(
@@ -425,6 +431,7 @@ class Workers:
             fetched=dict.fromkeys(fetched, frozenset()),
             costs=dict(self.costs),
             is_off=False,
+            ended_fills=ended,
             is_all=is_all,
         )
 

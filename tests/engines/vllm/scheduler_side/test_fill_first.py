@@ -149,6 +149,32 @@ def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
     assert side.matched(request) == 100
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_what_was_filled_and_not_stored(rank: int):
+    side = Side(miss_policy="fill-first", shape={"ranks": 2})
+    side.run()
+    request = side.add(ask_about(FIRST, SECOND))
+    for _ in range(20):
+        if side.matched(request) is not None:
+            break
+        if done := filled(side.run()):
+            assert side.matched(request) is None  # as long as the workers have not reported
+            side.report(dict.fromkeys(done, "host"), rank=rank)
+            side.report(rank=1 - rank, ended_fills=frozenset(done))
+    else:
+        pytest.fail("it waits for ever")
+    assert not side.scheduler._backlog._handed_out
+
+
+def test_nobody_waits_for_a_chunk_that_was_forgotten():
+    side = busy_side()
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    assert side.scheduler._pool is not None
+    side.scheduler._backlog.clear(side.scheduler._pool)
+    assert side.matched(request) == 100
+
+
 def test_what_another_request_waits_for_is_filled_once():
     side = busy_side()
     both = [side.add(ask_about(FIRST, SECOND, name=name)) for name in "ab"]

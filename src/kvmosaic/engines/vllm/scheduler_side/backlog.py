@@ -59,6 +59,8 @@ class FillBacklog:
         self._active: frozenset[Adapter] = frozenset()
         """Adapters of the current step's requests."""
         self._begun: _Begun | None = None
+        self._handed_out: set[bytes] = set()
+        """Chunks that the workers fill, as far as is known."""
         self._passed_over: set[bytes] = set()
         """Chunks for which the current step has too few free blocks. Each counts as one try per step."""
         self._was_quiet = True
@@ -74,6 +76,14 @@ class FillBacklog:
             return self._begun.chunk
         idle = None if adapter is None else self._idle.get(adapter, digest)
         return self._wanted.get(digest) or self._asked_once.get(digest) or idle
+
+    def is_coming(self, digest: bytes) -> bool:
+        """Whether a chunk without an adapter waits, is begun, or is being filled by the workers."""
+        return digest in self._handed_out or self._get(digest, None) is not None
+
+    def ended(self, digests: Iterable[bytes]) -> None:
+        """The workers have filled these chunks, or failed to."""
+        self._handed_out.difference_update(digests)
 
     def add(self, chunks: Iterable[WaitingChunk], *, is_awaited: bool = False) -> None:
         """Queue missing chunks. ``is_awaited``: their request waits for them; it has no adapter."""
@@ -111,6 +121,7 @@ class FillBacklog:
         self._wanted.clear()
         self._idle.clear()
         self._askers.clear()
+        self._handed_out.clear()
 
     def let_go(self, pool: FreeBlocks) -> None:
         """Give back the blocks of a chunk that is begun. It waits again, and will be filled from its start."""
@@ -167,8 +178,13 @@ class FillBacklog:
         if begun is not None and slice_ is not None and slice_.is_last:
             pool.give_back(begun.blocks)
             self._begun = None
-            self._askers.forget(begun.chunk.digest)
+            self._hand_out(begun.chunk)
         return fills, slice_
+
+    def _hand_out(self, chunk: WaitingChunk) -> None:
+        """The workers get a chunk, or its last slice."""
+        self._askers.forget(chunk.digest)
+        self._handed_out.add(chunk.digest)
 
     def _due(self, step: Step, is_full: bool) -> list[FairQueue]:
         """The queues that a step may fill chunks of; none if it fills nothing."""
@@ -252,7 +268,7 @@ class FillBacklog:
             count = self._shape.blocks_for(held)
             if computed <= left and count <= free:
                 groups.setdefault(group, []).append(queue.take())
-                self._askers.forget(chunk.digest)
+                self._hand_out(chunk)
                 counts[group] = counts.get(group, 0) + count
                 left, free = left - computed, free - count
                 continue

@@ -237,6 +237,7 @@ class ChunkScheduler:
                 ours = self._requests.get(request_id)
                 if ours is not None and ours.report:
                     ours.report |= choice_report(recomputed)
+            self._backlog.ended(rank.ended_fills)
             if rank.is_off:
                 self.prefixes.turn_off()  # the code that failed also moves prefixes
         if self._mirror.off_reason is not None and self._pool is not None:

@@ -134,8 +134,9 @@ class WaitingRoom:
 
     def _is_being_filled(self, request: ChunkRequest, local: int) -> bool:
         """Whether a request whose chunks are filled first waits until they are filled in the background. It does if
-        they are more than a step has room for: filling them at once would keep all other requests waiting. A request
-        with an adapter does not, because its adapter may not be active while it waits."""
+        they are more than a step has room for: filling them at once would keep all other requests waiting. It does
+        not wait for chunks that were forgotten, or filled without being stored. A request with an adapter does not
+        wait, because its adapter may not be active meanwhile."""
         if self._config.miss_policy != "fill-first" or request.adapter is not None:
             return False
         if request.lacking is None:
@@ -146,9 +147,12 @@ class WaitingRoom:
                 self._backlog.add(every, is_awaited=True)
                 request.lacking = [chunk.digest for chunk in reversed(every)]  # the last one is filled first
                 request.filled = frozenset(request.lacking)
-        while request.lacking and request.finds(request.lacking[-1], self._mirror):
+        while request.lacking and not self._is_still_coming(request, request.lacking[-1]):
             request.lacking.pop()
         return bool(request.lacking)
+
+    def _is_still_coming(self, request: ChunkRequest, digest: bytes) -> bool:
+        return not request.finds(digest, self._mirror) and self._backlog.is_coming(digest)
 
     def _missing(self, request: ChunkRequest, local: int = 0) -> Iterator[WaitingChunk]:
         """The chunks of a request behind the first ``local`` tokens that it does not find, and that can be filled and

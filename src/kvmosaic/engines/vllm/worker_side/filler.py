@@ -56,6 +56,7 @@ class ChunkFiller:
         self._sink = sink
         self._half_filled: _HalfFilled | None = None
         self._slice_images: tuple[bytes, SequenceImages | None] | None = None  # of the chunk with that digest
+        self._ended: set[bytes] = set()
         self._cache = cache
         self._shape = shape
         self._paged = paged
@@ -92,9 +93,19 @@ class ChunkFiller:
         """Discard a chunk that is partly filled, because its weights have changed."""
         self._half_filled = self._slice_images = None
 
-    def fill_in_background(self, fills: Sequence[ChunkFill], part: FillSlice | None) -> None:
+    def take_ended(self) -> frozenset[bytes]:
+        """Content hashes of chunks whose filling in the background has ended since the last call, in whatever way."""
+        ended, self._ended = self._ended, set()
+        return frozenset(ended)
+
+    def fill_in_background(self, fills: Sequence[ChunkFill], part: FillSlice | None, *, can_store: bool) -> None:
         """Fill missing chunks, and a part of one that takes several steps. Those of adapters that have changed since
-        this was planned are dropped."""
+        this was planned are dropped, and so are all unless the cache ``can_store`` them."""
+        self._ended |= {digest for fill in fills for digest, _ in fill.chunks}
+        if part is not None and part.is_last:
+            self._ended.add(part.digest)
+        if not can_store:
+            return
         if part is not None and not self._adapters.can_use(part.adapter):
             self.forget()
             if part.is_last:

@@ -191,8 +191,7 @@ class WorkerSide:
         self.loader.load(loads, work.slice_tokens)
         for load in work.loads:
             self.fetcher.release(load.request_id)
-        if not is_closed:
-            self._filler.fill_in_background(work.fills, work.fill_slice)
+        self._filler.fill_in_background(work.fills, work.fill_slice, can_store=not is_closed)
 
     def clear(self) -> None:
         """Delete all entries of this model and tenant, from every tier."""
@@ -228,11 +227,11 @@ class WorkerSide:
         # Fetches come first: a report that says that a fetch is over has to include the entries that it brought.
         self._fetched |= self.fetcher.take_finished()
         recomputed, self.loader.recomputed = self.loader.recomputed, {}
-        adapters = self.adapters.take_news()
+        adapters, ended_fills = self.adapters.take_news(), self._filler.take_ended()
         try:
             is_all, changes = self._tells_all, self.cache.take_changes()
             has_measured = self.timer.take_news()
-            if not (is_all or changes or self._fetched or has_measured or recomputed or adapters):
+            if not (is_all or changes or self._fetched or has_measured or recomputed or adapters or ended_fills):
                 return None
             if is_all:
                 changes = dict(self.cache.present())
@@ -261,6 +260,7 @@ class WorkerSide:
                     max_stored_tokens=self.cache.max_stored_tokens,
                     recomputed=recomputed if self.ranks.rank == 0 else {},
                     adapters=adapters,
+                    ended_fills=ended_fills,
                     is_all=is_all,
                 )
             ]
