@@ -50,7 +50,7 @@ def test_documents_for_which_there_is_no_room_are_reported(narrow_folder, corpus
     monkeypatch.setenv("KVMOSAIC_TENANT_QUOTA", "170KiB")  # an entry takes about 70 KiB
     output = warm(narrow_folder, corpus, "--disk-path", tmp_path / "kv", check=1)
     assert "3 documents: 3 filled" in output
-    assert "1 documents could not be kept" in output
+    assert "1 documents could not be stored" in output
 
 
 def test_documents_that_are_too_short_to_be_looked_up_are_counted(narrow_folder, corpus, tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_bad_documents_are_refused_before_anything_is_loaded(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("options", "variables", "message"),
     [
-        ([], {}, "nowhere to keep documents"),
+        ([], {}, "no place to store documents"),
         (["--disk-path", "kv"], {"KVMOSAIC_CHUNK_CONTEXT": "system"}, "chunk_context=system"),
         (["--disk-path", "kv", "--vllm-options", "--seed 1"], {}, "--vllm-options need --engine vllm"),
         (["--remote", "ftp://host"], {}, "remote="),

@@ -111,8 +111,8 @@ class Totals:
             "wrong answers": f"{self.wrong}",
             "other problems": f"{len(self.problems)}",
             "a prefill step": f"{statistics.median(steps) * 1e3:.0f} ms, at most {max(steps) * 1e3:.0f} ms",
-            "longest stall of an innocent request": f"{self.longest_stall:.1f} prefill steps",
-            "the same while nobody has chunks": f"{self.longest_plain_stall:.1f} prefill steps",
+            "longest stall of a request without chunks": f"{self.longest_stall:.1f} prefill steps",
+            "the same while no request has chunks": f"{self.longest_plain_stall:.1f} prefill steps",
         }
         lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
         return "\n".join(lines)

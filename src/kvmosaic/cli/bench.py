@@ -275,7 +275,8 @@ def figure(
     ],
     output: Annotated[Path, typer.Option(help="SVG file to write.", show_default=False)],
 ) -> None:
-    """Draw measured times to first token as bars, without measuring. docs/figures has an example of the file."""
+    """Draw measured times to first token as bars, without measuring. An example of the file is
+    docs/figures/first-token.json."""
     from kvmosaic.bench import figure
 
     bench_plots.check(output, "--output")

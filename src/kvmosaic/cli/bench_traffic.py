@@ -145,7 +145,7 @@ def interference(
     ratio: RatioOption = 0.15,
     turns: Annotated[
         int,
-        typer.Option(help="Number of long prompts to prefill; as many others are blended.", min=1),
+        typer.Option(help="Number of long prompts to prefill, and of other long prompts to blend.", min=1),
     ] = 10,
     layers: LayersOption = 32,
     heads: HeadsOption = 32,

@@ -62,7 +62,8 @@ def calibrate(
         int, typer.Option(help="Random seed that chooses the examples, and the other documents in their prompts.")
     ] = 0,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the results of single examples. Default: in the user's cache.")
+        Path | None,
+        typer.Option(help="Folder for the results of each example. Default: a folder in the user's cache."),
     ] = None,
     profile: Annotated[
         Path | None,

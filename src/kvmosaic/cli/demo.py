@@ -25,7 +25,7 @@ def demo(
     json: JsonOption = False,
 ) -> None:
     """Ask several questions about the same documents, in changing order, under changing system prompts, and compare
-    each answer and its time to first token with a full prefill."""
+    each answer and its time to first token with those of a full prefill."""
     check_file("--html", html)
     from kvmosaic.hf import LLM  # here, because importing it takes seconds
 

@@ -45,7 +45,10 @@ def evaluate(
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help="Policies to measure, separated by commas, like 'composite,sink-link(k=8)'. Default: all."),
+        typer.Option(
+            help="Policies to measure, separated by commas, like 'composite,sink-link(k=8)'. A policy chooses which "
+            "tokens to recompute. Default: all."
+        ),
     ] = None,
     ratios: Annotated[
         str,
@@ -78,13 +81,14 @@ def evaluate(
     chunk_sources: Annotated[
         str,
         typer.Option(
-            help="What is a chunk: documents (all are named), or auto (text that recurs, as a server finds it after "
-            "two other prompts with the same documents)."
+            help="Source of chunks: documents (every document is named), or auto (recurring text, as a server finds it "
+            "after two other prompts with the same documents)."
         ),
     ] = "documents",
     html: Annotated[Path | None, typer.Option(help="Write an HTML report with plots to this file.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the results of single examples. Default: in the user's cache.")
+        Path | None,
+        typer.Option(help="Folder for the results of each example. Default: a folder in the user's cache."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

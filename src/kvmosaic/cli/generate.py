@@ -25,7 +25,7 @@ def generate(
         typer.Option(help="Text file that is put before the prompt as a document; may be repeated."),
     ] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer.")] = 64,
     temperature: Annotated[
         float | None,
         typer.Option(help="Sampling temperature; 0 is greedy. Default: the model's own generation setting."),

@@ -14,7 +14,7 @@ app = typer.Typer(
 
 @app.command("ls")
 def ls(json: JsonOption = False) -> None:
-    """List the models in the catalog and which are on this machine."""
+    """List the models of the catalog, and show which of them are on this machine."""
     here = installed()
     print_table(
         "Models",

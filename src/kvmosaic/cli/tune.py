@@ -52,8 +52,8 @@ def tune(
     json: JsonOption = False,
 ) -> None:
     """Learn a sink prefix from documents, so that answers from reused chunks come closer to a full prefill. Without
-    --output, engines find it through the model's profile. An interrupted run continues where it stopped when it is
-    started again."""
+    --output, engines use the learned prefix through the model's profile. An interrupted run continues where it
+    stopped when it is started again."""
     from kvmosaic.hf import LLM  # here, because importing them takes seconds
     from kvmosaic.tune.material import Material
     from kvmosaic.tune.train import Progress, Recipe

@@ -93,7 +93,7 @@ def warm(
     json: JsonOption = False,
 ) -> None:
     """Compute and store the KV of documents ahead of time, so that the first request with a document can reuse it.
-    Documents that are already stored are skipped. Exit status 1 if some documents could not be kept."""
+    Documents that are already stored are skipped. Exit status 1 if some documents could not be stored."""
     given = {
         "chunk_separator": chunk_separator,
         "sink_prefix": sink_prefix,
@@ -135,7 +135,7 @@ def warm(
     )
     if lost:
         print_line(
-            f"{lost} documents could not be kept: give the tiers more room (disk_space, tenant_quota, the remote "
+            f"{lost} documents could not be stored: give the tiers more room (disk_space, tenant_quota, the remote "
             "store's memory), or see the warnings above",
             json,
         )
@@ -148,7 +148,7 @@ def warm(
 def _check(config: ChunkCacheConfig, engine: Engine, vllm_options: str | None) -> None:
     """Refuse settings with which the entries would not be found later."""
     if config.disk_path is None and config.remote is None:
-        raise ConfigError("nowhere to keep documents; give --disk-path, --remote or both")
+        raise ConfigError("no place to store documents; give --disk-path, --remote or both")
     if config.chunk_context == "system":
         raise ConfigError("chunk_context=system: entries depend on the system prompt; documents cannot be warmed")
     if engine is Engine.HF and vllm_options is not None:

@@ -82,8 +82,9 @@ class ChunkCacheConfig(BaseSettings):
     they are computed alone and stored afterwards. ``fill-first``: they are computed alone and stored first, then
     reused. ``never``: the request computes them as ordinary text, and only warming stores documents."""
     prefix_blocks: bool = False
-    """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed. It serves
-    prompts that begin with the same tokens, after vLLM's own prefix cache has evicted them or in another engine."""
+    """Whether the vLLM engine also stores the KV of ordinary prompts and answers, exactly as computed.
+    Prompts that begin with the same tokens reuse this KV, even after vLLM's own prefix cache has evicted it, or in
+    another engine."""
     chunk_sources: str = "documents,parts,tools"
     """Sources of documents for the vLLM server, besides the documents that a request names: ``all``, ``none``, or
     some of ``documents`` (the field of that name, and document blocks), ``parts`` (text parts of messages, except for
@@ -99,8 +100,8 @@ class ChunkCacheConfig(BaseSettings):
     key."""
     window_tails: bool = True
     """Whether the vLLM engine stores, for layers with a sliding window, only the KV that tokens after a chunk can
-    see. It stores all KV if recompute_ratio and policy recompute tokens inside chunks, because those tokens see more
-    of it."""
+    see. No effect if recompute_ratio and policy recompute tokens inside chunks, as the defaults do: then all KV is
+    stored."""
     self_test: bool = True
     """Whether engines compare reuse with exact references at start, and disable reuse if the results differ."""
     entry_dtype: Literal["auto", "int8"] = "auto"

@@ -62,7 +62,8 @@ def pull(name: str, progress: Callable[[str], None] = _log.info) -> Path:
         except OSError as error:
             # Another process that pulled at the same time may have been first. Its folder is equivalent.
             if not _complete(target):
-                raise KvmosaicError(f"Cannot put {name} at {target} ({error.strerror}); delete it.") from error
+                problem = f"Cannot put {name} at {target} ({error.strerror}); delete what is there."
+                raise KvmosaicError(problem) from error
     progress(f"{name} is at {target}")
     return target
 

@@ -73,7 +73,7 @@ class RequestParameters:
         if sent is None:
             return cls()
         if not isinstance(sent, dict):
-            return cls(refused=Fallback.BAD_PARAMETERS, problem=f"kv_transfer_params: {shown(sent)} is no object")
+            return cls(refused=Fallback.BAD_PARAMETERS, problem=f"kv_transfer_params: {shown(sent)} is not an object")
         return replace(cls._read(sent, allowed), unknown=_unknown(sent))
 
     @classmethod

@@ -164,7 +164,7 @@ class Caretaker:
             raise RefusedError(409, "with miss_policy=never nothing is stored")
         longest = self._model.max_model_len
         if len(document.prompt) >= longest or len(self._sink) + document.tokens > longest:
-            raise RefusedError(422, f"{document.tokens} tokens do not fit into the model's {longest}")
+            raise RefusedError(422, f"{document.tokens} tokens do not fit into the model's {longest} positions")
         [stats, *_] = await self._ask("chunk_cache_stats")
         if stats["max_stored_tokens"] is not None and document.tokens > stats["max_stored_tokens"]:
             raise RefusedError(422, f"{document.tokens} tokens are more than any tier has room for")

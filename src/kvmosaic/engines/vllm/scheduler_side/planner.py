@@ -107,8 +107,9 @@ class Planner:
             return Plan(Fallback.MULTIMODAL if had_chunks else None, absent)
         if reason is None and looks_inside(policy, ratio) and any(map(self._shape.is_cut, map(len, prompt.chunks))):
             logger.warning(
-                "request %s is prefilled: %s at ratio %g looks inside chunks, of which layers with a sliding window "
-                "keep only the last %d tokens; start the engine with that ratio, or with window_tails=false",
+                "request %s is prefilled: policy %s at ratio %g needs KV inside chunks, but layers with a sliding "
+                "window store only a chunk's last %d tokens; start the engine with that policy and ratio, or with "
+                "window_tails=false",
                 *(shown_id(request.request_id), policy, ratio, self._shape.window_tail),
             )
             reason = Fallback.WINDOW
