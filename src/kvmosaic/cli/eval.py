@@ -81,8 +81,8 @@ def evaluate(
     chunk_sources: Annotated[
         str,
         typer.Option(
-            help="Source of chunks: documents (every document is named), or auto (recurring text, as a server finds it "
-            "after two other prompts with the same documents)."
+            help="Source of chunks: documents (every document is named), or auto (recurring text, as a server finds "
+            "it after two other prompts with the same documents)."
         ),
     ] = "documents",
     html: Annotated[Path | None, typer.Option(help="Write an HTML report with plots to this file.")] = None,
