@@ -413,8 +413,10 @@ def set_miss_policy(monkeypatch: pytest.MonkeyPatch, llm: LLM, policy: str) -> N
     """Set ``miss_policy`` on the scheduler side only, for chunks that it notes as missing."""
     config = load_config(enable_chunk_cache=True, miss_policy=policy, client_parameters="all")
     side = scheduler_side(llm)
-    for part in (side, side._waiting, side._loads):
+    for part in (side, side._waiting):
         monkeypatch.setattr(part, "_config", config)
+    for part in (side._admission, side._lender):
+        monkeypatch.setattr(part, "_fills_first", policy == "fill-first")
 
 
 def judge_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[bool]:

@@ -149,7 +149,7 @@ def test_beside_a_request_that_decodes_nobody_waits_for_chunks_that_cannot_be_st
                     outputs[output.request_id] = output
     assert list(outputs) == ["lacks", "decodes"]
     assert set(errors) == {"store"}
-    assert [chunk["status"] for chunk in report(outputs["lacks"])["chunks"]] == ["filled"] * 3
+    assert [chunk["status"] for chunk in report(outputs["lacks"])["chunks"]] == ["prefilled"] * 3
     assert is_idle(llm)
 
 

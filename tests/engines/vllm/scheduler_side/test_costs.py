@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvmosaic.core.config import load_config
-from kvmosaic.engines.vllm.messages import Line, RankReport
+from kvmosaic.engines.vllm.messages import Adapter, Line, RankReport
 from kvmosaic.engines.vllm.scheduler_side.admission import LOAD_SHARE, TRIAL_SHARE, Admission, Judge
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from tests.engines.vllm.scheduler_side.fakes import (
@@ -98,8 +98,18 @@ def test_what_is_computed_to_bring_the_rest(local, ratio, stored, expected):
     ],
 )
 def test_what_is_computed_where_missing_chunks_are_filled_first(ratio, stored, expected):
-    request = chunk_request(recompute_ratio=ratio)
-    assert admission(*stored, miss_policy="fill-first").tokens_to_compute(request, 0) == expected
+    request, rules = chunk_request(recompute_ratio=ratio), admission(*stored, miss_policy="fill-first")
+    request.is_alone = True
+    assert rules.tokens_to_compute(request, 0) == expected
+    assert rules.fills(request, 0)
+
+
+def test_beside_others_more_than_a_step_has_room_for_is_computed_as_text():
+    request, rules = chunk_request(recompute_ratio=0.5), admission(FIRST, miss_policy="fill-first", step_tokens=80)
+    assert not rules.fills(request, 0)
+    assert rules.tokens_to_compute(request, 0) == 20 + 40 + 20
+    request.adapter = Adapter(1, b"digest")  # it may not be active in later steps
+    assert rules.fills(request, 0)
 
 
 # --- predictions

@@ -164,6 +164,11 @@ def test_nobody_waits_for_what_was_filled_and_not_stored(rank: int):
     else:
         pytest.fail("it waits for ever")
     assert not side.scheduler._backlog._handed_out
+    assert side.ask(request) == (100, True)
+    side.give(request, 100)
+    [load] = side.run().loads
+    assert (load.fill, load.is_sliced) == (False, True), "others would wait until they are filled"
+    assert [chunk["status"] for chunk in side.ours(request).report["chunks"]] == ["prefilled", "prefilled"]
 
 
 def test_nobody_waits_for_a_chunk_that_was_forgotten():

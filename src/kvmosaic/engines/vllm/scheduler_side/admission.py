@@ -83,9 +83,20 @@ class Admission:
     def tokens_to_compute(self, request: ChunkRequest, local: int) -> int:
         """Approximate number of tokens to compute for loading a prompt behind its first ``local`` tokens."""
         text, missing, stored = self._shares(request, local)
-        context = self._shape.computed_context(len(request.context)) if missing and self._fills_first else 0
-        blended = stored + (missing if self._fills_first else 0)
-        return text + context + missing + int(request.ratio * blended)
+        filled = missing if self._fills(request, missing) else 0
+        context = self._shape.computed_context(len(request.context)) if filled else 0
+        return text + context + missing + int(request.ratio * (stored + filled))
+
+    def fills(self, request: ChunkRequest, local: int) -> bool:
+        """Whether loading a request behind its first ``local`` tokens fills its missing chunks first, in one step.
+        Otherwise it computes them as text, which can be done in slices."""
+        return self._fills(request, self._shares(request, local)[1])
+
+    def _fills(self, request: ChunkRequest, missing: int) -> bool:
+        # More than that is filled in the background while its request waits. Whatever is still missing then could
+        # not be stored, and others should not wait for it. An adapter may not be active in later steps.
+        may_be_long = request.is_alone or request.adapter is not None
+        return self._fills_first and (may_be_long or missing + len(request.context) <= self.tokens_worth_filling())
 
     def choice_is_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether choosing the recomputed tokens takes more of a step than loads may. Before a policy looks at the
@@ -100,7 +111,7 @@ class Admission:
 
     def _load_cost(self, request: ChunkRequest, local: int) -> _LoadCost:
         text, missing, stored = self._shares(request, local)
-        filled = missing if self._fills_first else 0
+        filled = missing if self._fills(request, missing) else 0
         first = filled + (self._shape.computed_context(len(request.context)) if filled else 0)
         rest = text + missing - filled + int(request.ratio * (stored + filled))
         if request.is_probed:  # text is computed twice: before the choice, and behind the chosen tokens

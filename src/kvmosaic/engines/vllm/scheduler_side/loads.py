@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
@@ -14,8 +13,7 @@ from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 class Loads:
     """Makes the workers' tasks, and counts what they cost the coming step."""
 
-    def __init__(self, config: ChunkCacheConfig, shape: EngineShape, admission: Admission, stats: ChunkStats) -> None:
-        self._config = config
+    def __init__(self, shape: EngineShape, admission: Admission, stats: ChunkStats) -> None:
         self._shape = shape
         self._admission = admission
         self._stats = stats
@@ -40,7 +38,7 @@ class Loads:
             spare = lender.lend(request, local, len(blocks[0]))
         # If slices were planned without filling, chunks that are lost after this plan are computed in them as text.
         plans_no_fill = request.is_long and self._admission.finds_all(request, local)
-        fill = self._config.miss_policy == "fill-first" and not plans_no_fill
+        fill = self._admission.fills(request, local) and not plans_no_fill
         load = request.load(local, blocks, spare, fill=fill, is_findable=is_findable, is_reported=is_reported)
         if request.is_long:
             request.is_in_slices = True

@@ -60,6 +60,8 @@ class ChunkRequest:
     needed: tuple[int, int] | None = None
     """Number of tokens in vLLM's prefix cache when room for it was last checked, and the approximate cost of its
     load, in tokens."""
+    is_alone: bool = False
+    """Whether no other request was running when vLLM last asked about it."""
     is_noted: bool = False
     """Whether its missing chunks were queued to be filled in the background."""
     lacking: list[bytes] | None = None

@@ -57,7 +57,7 @@ class ChunkScheduler:
         self._work = StepWork(engine_id=setup.engine_id)
         self.stats = ChunkStats()
         self._reports = Reports(self.stats)
-        self._loads = Loads(config, shape, self._admission, self.stats)
+        self._loads = Loads(shape, self._admission, self.stats)
 
     def bind(self, pool: FreeBlocks) -> None:
         """Set the ``pool`` from which blocks are borrowed. vLLM creates it after the connector."""
@@ -135,12 +135,12 @@ class ChunkScheduler:
         if ours.plain_because is not None and (local < ours.plain_tokens or ours.is_stale):
             ours.salt_blocks(self._shape)  # the blocks were evicted since it arrived, or their weights were replaced
             return None, False
-        is_alone = not self._running
-        matched = ours.plain_because or self._waiting.matched(ours, local, self._work, is_alone=is_alone)
+        ours.is_alone = not self._running
+        matched = ours.plain_because or self._waiting.matched(ours, local, self._work)
         if isinstance(matched, Fallback):
             return self._serve_plainly(request, ours, local, matched), False
         # A request that runs alone is computed at once. An adapter may not be active before its request's own step.
-        may_be_long = bool(matched) and bool(self._running) and ours.adapter is None
+        may_be_long = bool(matched) and not ours.is_alone and ours.adapter is None
         ours.is_long = may_be_long and self._admission.is_long(ours, local)
         return matched, ours.is_long
 
@@ -161,16 +161,18 @@ class ChunkScheduler:
             return  # all slices are done, and these blocks are for the question
         local = ours.prompt.question.start - num_external
         assert self._lender is not None
+        fills = False
         if num_external:  # first of all: from here on, vLLM relies on the load
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
             # A salt or an adapter sets a prompt's tokens apart from the same tokens of others.
             is_findable = request.cache_salt is None and request.lora_request is None and not ours.is_stale
             told = {"is_findable": is_findable, "is_reported": request.request_id in self._reports}
-            self._work.loads.append(self._loads.begin(ours, local, ids, self._lender, **told))
+            load = self._loads.begin(ours, local, ids, self._lender, **told)
+            self._work.loads.append(load)
+            fills = load.fill
         elif ours.has_fetched:
             self._work.released.append(ours.request_id)
         with self.stats.doing_without("a request's report"):
-            fills = self._config.miss_policy == "fill-first"
             ours.report = reuse_report(ours, local, self._mirror, "filled" if fills else "prefilled")
             if request.num_preemptions == 0:
                 self.stats.count("requests", ours.report["mode"])

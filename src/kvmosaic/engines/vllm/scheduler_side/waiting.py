@@ -37,10 +37,9 @@ class WaitingRoom:
         self._admission = admission
         self._backlog = backlog
 
-    def matched(self, request: ChunkRequest, local: int, work: StepWork, *, is_alone: bool) -> int | Fallback | None:
+    def matched(self, request: ChunkRequest, local: int, work: StepWork) -> int | Fallback | None:
         """Number of tokens after the first ``local`` that the worker loads, or why the request is served plainly;
-        ``None`` while the request has to wait. Fetches are added to ``work``. ``is_alone``: no other request is
-        running."""
+        ``None`` while the request has to wait. Fetches are added to ``work``."""
         off_reason = self._mirror.off_reason
         if off_reason is not None and not request.begins_inside(local):
             return off_reason
@@ -54,11 +53,11 @@ class WaitingRoom:
             request.asked_for = []
             if not self._is_worth_it(request, local):  # it may have lost chunks, or found more
                 return self._admission.why_not(request, local)
-            if not is_alone and self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
+            if self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
                 return None
             # It may still have to wait for a step with room, and for blocks.
             if not self._admission.still_lacks_room(request, local):
-                may_be_slow = is_alone or request.begins_inside(local)
+                may_be_slow = request.is_alone or request.begins_inside(local)
                 if not may_be_slow and self._is_too_long(request, local):
                     if self._config.miss_policy == "fill-first" and request.adapter is not None:
                         self._backlog.add(self._missing(request, local))  # its adapter is active while it is answered
@@ -137,7 +136,7 @@ class WaitingRoom:
         they are more than a step has room for: filling them at once would keep all other requests waiting. It does
         not wait for chunks that were forgotten, or filled without being stored. A request with an adapter does not
         wait, because its adapter may not be active meanwhile."""
-        if self._config.miss_policy != "fill-first" or request.adapter is not None:
+        if self._config.miss_policy != "fill-first" or request.adapter is not None or request.is_alone:
             return False
         if request.lacking is None:
             every = list(self._missing(request, local))
