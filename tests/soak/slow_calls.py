@@ -9,8 +9,8 @@ from typing import Any
 
 LONG_S = 0.4
 """Seconds after which a call is recorded. A step usually takes less than a tenth of that."""
-FRAMES = 8
-"""Number of innermost frames that are recorded of each thread."""
+FRAMES = 6
+"""Number of innermost frames that are recorded of each thread, wherever they are."""
 
 
 class SlowCalls:
@@ -49,17 +49,19 @@ class SlowCalls:
                 self._found.append(_stacks(caller))
 
 
-def _stacks(first: int) -> str:
-    """What all threads but this one do, ``first`` the thread of that number."""
+def _stacks(caller: int) -> str:
+    """What all threads but this one do, ``caller`` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != first)
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != caller)
     return "\n".join(
-        f"{names.get(number, number)}: "
-        + " < ".join(f"{f.name} {f.filename.rpartition('/')[2]}:{f.lineno}" for f in reversed(_inner(frame)))
+        f"{names.get(number, number)}: " + " < ".join(_shown(frame))
         for number, frame in frames
         if number != threading.get_ident()
     )
 
 
-def _inner(frame: Any) -> list[traceback.FrameSummary]:
-    return traceback.extract_stack(frame)[-FRAMES:]
+def _shown(frame: Any) -> list[str]:
+    """The innermost frames, and those behind them that are in an engine's own code."""
+    stack = traceback.extract_stack(frame)[::-1]
+    engine = [each for each in stack[FRAMES:] if "/vllm/" in each.filename or "/kvmosaic/" in each.filename]
+    return [f"{each.name} {each.filename.rpartition('/')[2]}:{each.lineno}" for each in stack[:FRAMES] + engine]

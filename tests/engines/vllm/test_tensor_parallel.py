@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvmosaic.engines.vllm.forward.runs import Run
 from tests.engines.vllm.helpers import draw, greedy, join, start, store, worker_side
 from tests.engines.vllm.processes import EngineApart
 from tests.engines.vllm.tiny import write_tiny_llama
@@ -104,3 +105,24 @@ def test_two_ranks_answer_as_one(tmp_path, kv_heads):
     assert cached["moved"] == cached["reused_again"] == total
     assert 0 < cached["one_rank_forgot"] < total
     assert one["one_rank_forgot"][1] == total
+
+
+def graphs_of_passes(worker):
+    """Number of graphs that torch compiles for passes of several lengths, in the mode of vLLM's steps."""
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    with torch.inference_mode():
+        for count in (1, 2, STEP):
+            worker_side().forward.run([Run(draw(count), 0, [list(range(1, 1 + STEP))])])
+    return counters["stats"]["unique_graphs"] - before
+
+
+def compiled(llm):
+    return llm.collective_rpc(graphs_of_passes)
+
+
+def test_no_step_compiles_code(tmp_path):
+    """It would take seconds. vLLM compiles the embedding's masks if there are several ranks."""
+    with EngineApart(write_tiny_llama(tmp_path), 2, self_test=False, **SETTINGS) as engine:
+        assert engine.call(compiled) == [0, 0]

@@ -75,10 +75,10 @@ class Pass:
     @cached_property
     def token_ids(self) -> torch.Tensor:
         """``[tokens]`` int32; 0 for tokens of images."""
-        ids = self._tokens
-        return torch.from_numpy(np.where(are_stand_ins(ids), np.int32(0), ids) if self.has_images else ids).to(
-            self.device
-        )
+        ids = np.where(are_stand_ins(self._tokens), np.int32(0), self._tokens) if self.has_images else self._tokens
+        # An ordinary tensor, as in vLLM's own steps: torch would compile code again for tensors of inference mode.
+        with torch.inference_mode(False):
+            return torch.from_numpy(ids).to(self.device)
 
     @cached_property
     def has_images(self) -> bool:

@@ -71,6 +71,11 @@ class SparseForward:
         """Maximum number of tokens that vLLM computes in a step, and we in a pass."""
         return int(self._config.scheduler_config.max_num_batched_tokens)
 
+    def warm_up(self) -> None:
+        """Compute one token in a block that is not in use yet. For a single token, torch compiles some code of models
+        with several ranks again. That may take seconds, in which a step would keep all requests waiting."""
+        self.outputs([Run((0,), 0, [[1] for _ in self.kv.block_sizes])])
+
     def run(self, runs: Sequence[Run]) -> None:
         """Compute all runs. Runs of one sequence come in ascending order, so that passes build on each other."""
         for work in self._passes(self.kv.first_runs_first(runs)):

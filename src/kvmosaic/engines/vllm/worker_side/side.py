@@ -139,6 +139,7 @@ class WorkerSide:
         """Fetches that are over but not reported to the scheduler yet, by request."""
         self.off_reason: str | None = None
         """Why nothing may be reused, if so. The scheduler is told, and hands out no work."""
+        self.forward.warm_up()
         if setup.config.self_test:
             self.off_reason = self_test(
                 self._model,
