@@ -48,10 +48,10 @@ class Stall:
     """Time in which a request without chunks got no token."""
 
     seconds: float
-    """Seconds that the engine was busy, without those in which other programs had the processor. Work of clients
-    between steps does not count, because they are in the engine's process only in this test."""
+    """Seconds that the engine was busy, without those in which other programs or other machines had the processor.
+    Work of clients between steps does not count, because they are in the engine's process only in this test."""
     with_others: float
-    """Seconds including the time of other programs."""
+    """Seconds including the time of others."""
     steps: int
     end: int
     """The step that ended it."""
@@ -89,7 +89,7 @@ class _Running:
     since: float | None = None
     """Time of its last token, or of its arrival, by the engine's clock; ``None`` since it was preempted."""
     waited: float = 0.0
-    """Seconds that this thread had waited for a processor until then."""
+    """Seconds in which others had had the processor until then."""
     begun_at: int = 0
     """The step of that token."""
     preempted: int = 0
