@@ -62,6 +62,9 @@ class ChunkRequest:
     load, in tokens."""
     is_alone: bool = False
     """Whether no other request was running when vLLM last asked about it."""
+    may_probe: bool = True
+    """Whether its policy may probe the question. If not, the choice needs neither text nor missing chunks, so the
+    request can be loaded in slices."""
     is_noted: bool = False
     """Whether its missing chunks were queued to be filled in the background."""
     lacking: list[bytes] | None = None
@@ -84,6 +87,10 @@ class ChunkRequest:
     @property
     def is_probed(self) -> bool:
         """Whether the choice of recomputed tokens depends on the prompt's KV."""
+        return self.may_probe and self._may_be_probed
+
+    @property
+    def _may_be_probed(self) -> bool:
         return 0 < self.ratio < 1 and policy_named(self.policy).reads_content
 
     @property
@@ -153,7 +160,7 @@ class ChunkRequest:
         """Positions from which on KV differs from that of the plain prompt, and the data that it depends on there."""
         covered = 0  # salts are chained, so all tokens up to here count in those that follow
         for span, digest, end in zip(self.prompt.chunks, self.digests, self.turn_ends, strict=True):
-            if self.is_probed and end > covered:
+            if self._may_be_probed and end > covered:
                 yield span.start, b"turn" + self.prompt.token_array[span.start : end].tobytes()
                 covered = end
             # Blocks of a chunk that is cut are valid only for prompts with the whole chunk.
@@ -191,6 +198,7 @@ class ChunkRequest:
             fill=fill,
             is_sliced=self.is_long,
             is_reported=is_reported,
+            may_probe=self.may_probe,
             adapter=self.adapter,
             images=None if self.images is None else self.images.before(self.prompt.question.start),
         )

@@ -139,8 +139,8 @@ class ChunkScheduler:
         matched = ours.plain_because or self._waiting.matched(ours, local, self._work)
         if isinstance(matched, Fallback):
             return self._serve_plainly(request, ours, local, matched), False
-        # A request that runs alone is computed at once. An adapter may not be active before its request's own step.
-        may_be_long = bool(matched) and not ours.is_alone and ours.adapter is None
+        # An adapter may not be active before its request's own step.
+        may_be_long = bool(matched) and ours.adapter is None
         ours.is_long = may_be_long and self._admission.is_long(ours, local)
         return matched, ours.is_long
 
