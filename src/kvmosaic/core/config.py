@@ -147,13 +147,11 @@ class ChunkCacheConfig(BaseSettings):
         """Names of the parameters that requests may have, including those that the server adds itself."""
         added = {"documents", "question", "seams"} if self.sources - {"images", "auto"} else set()
         added |= {"question"} if self.chunk_separator else set()
-        added |= {"report"} if self.chunk_page else set()
         return _names(self.client_parameters, CLIENT_PARAMETERS) | added
 
     @property
     def clients_get_reports(self) -> bool:
-        """Whether clients may have reports. The page has them in any case, and the server then hides them from
-        clients."""
+        """Whether clients may have reports. The page has them in any case."""
         return "report" in _names(self.client_parameters, CLIENT_PARAMETERS)
 
     @property

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvmosaic.core.admin_key import AdminKey
 from kvmosaic.core.limits import shown_id
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step, count_cached_tokens, take_parameters
@@ -39,6 +40,8 @@ class ChunkScheduler:
     def __init__(self, setup: EngineSetup) -> None:
         config, shape = setup.config, setup.shape
         self._config = config
+        key = AdminKey.from_environment() if config.chunk_page else None
+        self._page_pass = None if key is None else key.page_pass
         self._shape = shape
         self._mirror = StoreMirror(shape.ranks)
         self._planner = Planner(config, setup.parser, setup.sink, shape, self._mirror, setup.discovery())
@@ -80,7 +83,8 @@ class ChunkScheduler:
         for salt in (self._salt, self._adapters.add(request)):
             if salt is not None:
                 BlockSalts(request).add([salt])
-        self._plan(request, RequestParameters.read(take_parameters(request), self._config.allowed_parameters))
+        sent = take_parameters(request)
+        self._plan(request, RequestParameters.read(sent, self._config.allowed_parameters, self._page_pass))
 
     def _plan(self, request: Any, params: RequestParameters) -> None:
         planned, absent, to_fill = self._planner.plan(request, params, self._adapters.of(request))
