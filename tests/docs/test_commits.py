@@ -10,7 +10,9 @@ from tests.docs.blocks import ROOT
 
 ABBREVIATED = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7}\b")
 """Seven hexadecimal digits with a letter and a numeral: no number, and no word."""
-TEXTS = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.*")] if path.suffix in (".md", ".json"))
+TEXTS = sorted(
+    path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.*")] if path.suffix in (".md", ".json")
+)
 
 
 def git(*words):
