@@ -57,7 +57,7 @@ class Fallback(str, Enum):
 
 @dataclass(frozen=True)
 class ChunkReport:
-    """What happened to one chunk of a prompt."""
+    """Outcome of one chunk of a prompt."""
 
     span: Span
     status: ChunkStatus
