@@ -20,7 +20,7 @@ from tests.engines.vllm.server import served_by
 from tests.readers import readers_defaults
 from tests.store.remote_servers import Valkey
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1200)]
 
 MODEL = "smollm2-135m"
 MUSEUM = " ".join(f"Room {n} of the museum has {n + 2} clocks from the ships of the harbour." for n in range(16))
