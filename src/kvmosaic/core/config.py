@@ -100,8 +100,8 @@ class ChunkCacheConfig(BaseSettings):
     key."""
     window_tails: bool = True
     """Whether the vLLM engine stores, for layers with a sliding window, only the KV that tokens after a chunk can
-    see. No effect if recompute_ratio and policy recompute tokens inside chunks, as the defaults do: then all KV is
-    stored."""
+    see. The setting has no effect if policy and ratio recompute tokens inside chunks, as the defaults do; all KV is
+    stored in that case."""
     self_test: bool = True
     """Whether engines compare reuse with exact references at start, and disable reuse if the results differ."""
     entry_dtype: Literal["auto", "int8"] = "auto"

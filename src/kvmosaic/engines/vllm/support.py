@@ -136,7 +136,7 @@ def _parallel_problems(parallel: Any) -> list[str]:
 
 
 def _pipeline_problems(vllm_config: Any) -> list[str]:
-    """What was never tried with pipeline stages."""
+    """Options that were never tried with pipeline stages."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if parallel.pipeline_parallel_size == 1:
         return []
@@ -214,7 +214,7 @@ def _adapter_problems(vllm_config: Any) -> list[str]:
 
 
 def _ascend_problems(vllm_config: Any) -> list[str]:
-    """What is not prepared on Ascend NPUs."""
+    """Options that are not prepared on Ascend NPUs."""
     if vllm_config.device_config.device_type != "npu":
         return []
     parallel, more = vllm_config.parallel_config, vllm_config.additional_config or {}

@@ -86,7 +86,7 @@ class BlockReader:
 
 
 def _cached_numbers(layer: KVLayer, cached: torch.Tensor) -> torch.Tensor:
-    """What a layer's backend reads in ``cached`` elements of its cache; in float32 if they are quantised."""
+    """The numbers that a layer's backend reads in ``cached`` elements of its cache; float32 if quantised."""
     quantised = layer.quantised
     return cached if quantised is None else cached.view(quantised.dtype).float()
 

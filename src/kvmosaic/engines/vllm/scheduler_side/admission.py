@@ -255,8 +255,8 @@ class Admission:
 
     @property
     def pass_tokens(self) -> int:
-        """What one more pass of the model takes, however few tokens it computes, in tokens whose prefill takes as
-        long."""
+        """Fixed time of one more pass of the model, for any number of tokens. The unit is tokens whose prefill takes
+        as long."""
         if not self._is_measured("blend"):
             return 0
         fixed = self._tokens_in(max(costs["blend"].fixed for costs in self._costs.values()))

@@ -21,7 +21,7 @@ MAX_LOOKS = 32
 
 
 class _Group(NamedTuple):
-    """What chunks that are filled together have in common."""
+    """Context and adapter of chunks that are filled together."""
 
     context: tuple[int, ...]
     adapter: Adapter | None

@@ -63,7 +63,7 @@ class PrefixScheduler:
         self._patience = patience
         self._algorithm = config.chunk_hash_algorithm
         self._mark = EXACT if config.entry_dtype == "int8" else b""
-        """What ranks add to the content hashes of segments in their reports."""
+        """Bytes that ranks add to the content hashes of segments in their reports."""
         self._is_on = config.prefix_blocks
         self._is_pool_shared = config.remote is not None
         self._segment = shape.segment_tokens

@@ -114,7 +114,7 @@ class ChunkRequest:
 
     @property
     def features(self) -> Sequence[Any]:
-        """What vLLM knows of its images, and of other inputs than text."""
+        """vLLM's records of its images, and of other inputs than text."""
         return () if self.images is None else self.images.features
 
     def images_in(self, span: Span) -> Images | None:

@@ -211,7 +211,7 @@ class ChunkScheduler:
         return work
 
     def features_of(self, request_id: str) -> Sequence[Any]:
-        """What vLLM knows of the images, and other inputs than text, of a request with chunks."""
+        """vLLM's records of the images, and other inputs than text, of a request with chunks."""
         return self._requests[request_id].features if request_id in self._requests else ()
 
     def empty_memory(self) -> None:

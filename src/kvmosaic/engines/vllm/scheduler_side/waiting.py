@@ -1,4 +1,4 @@
-"""What a request with chunks waits for, and whether reuse is worth it."""
+"""Decides whether reuse is worth it, and waits for what a request with chunks needs."""
 
 import logging
 from collections.abc import Iterator
