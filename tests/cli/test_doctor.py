@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvmosaic
-from kvmosaic.cli.doctor import machine, model, settings
+from kvmosaic.cli.doctor import in_vllm, machine, settings
 from kvmosaic.cli.doctor.row import GIB
 from kvmosaic.cli.main import app
 from tests.half_precision import pretend_cpu
@@ -50,7 +50,7 @@ def same_cpu(monkeypatch, tmp_path_factory):
 def no_vllm(monkeypatch):
     """Rows are those of a machine without vLLM, even if vLLM is installed."""
     real = machine.find_spec
-    for module in (machine, model):
+    for module in (machine, in_vllm):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == "vllm" else real(name))
 
 
