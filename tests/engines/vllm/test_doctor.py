@@ -1,4 +1,4 @@
-"""``kvmosaic doctor`` with vLLM: whether each option of ``kvmosaic serve`` will work, and why not. No engine starts."""
+"""``kvmosaic doctor`` with vLLM: which options of ``kvmosaic serve`` will work, and why others will not."""
 
 import json
 import sys

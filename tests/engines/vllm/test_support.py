@@ -280,17 +280,17 @@ def test_every_reason_is_given(build):
     assert len(reasons) == 4
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.26.0rc1", "0.30.1.dev4+gabc", "0.32.0+cpu"])
+@pytest.mark.parametrize("version", ["0.23.0", "0.26.0", "0.26.0rc1", "0.30.1.dev4+gabc", "0.32.0+cpu"])
 def test_versions_that_work(version):
     assert version_problem(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.9.2", "0.25.1", "0.33.0", "0.33.0rc1", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.9.2", "0.22.1", "0.24.0", "0.25.1", "0.33.0", "0.33.0rc1", "1.0.0", "dev"])
 def test_versions_that_do_not(version):
     problem = version_problem(version)
     assert problem is not None
     assert version in problem
-    assert "vllm>=0.26,<0.33" in problem
+    assert "vllm>=0.23,<0.33,!=0.24.*,!=0.25.*" in problem
 
 
 def test_the_installed_version_works():
