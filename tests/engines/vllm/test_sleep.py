@@ -6,7 +6,7 @@ where a GPU loses them."""
 import pytest
 import torch
 
-from tests.engines.vllm.helpers import ask, close, draw, forget, greedy, join, report, start, statuses, store
+from tests.engines.vllm.helpers import ask, close, draw, exact, forget, greedy, join, report, start, statuses, store
 
 pytestmark = [
     pytest.mark.engine,
@@ -86,12 +86,14 @@ def test_weights_that_are_lost_and_loaded_again(tiny_llama, prompt, tmp_path):
     llm.wake_up()
     lost = asked(llm, prompt)
     assert statuses(lost) == ["filled"] * 3
-    assert report(lost)["mode"] == "fill"
+    assert exact(lost) != exact(before)
     llm.collective_rpc("reload_weights", kwargs={"weights_path": tiny_llama})
     assert llm.reset_prefix_cache()
+    close(asked(llm, prompt), before)
+    forget(llm)
     after = asked(llm, prompt)
     close(after, before)
-    assert (statuses(after), tiers(after)) == (["cached"] * 3, {"disk"})
+    assert statuses(after) == ["cached"] * 3
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
