@@ -19,9 +19,9 @@ class _Parser(FlexibleArgumentParser):
         """Print nothing: argparse calls this before an error only."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        if status:
-            raise ConfigError(" ".join((message or "").rpartition("error: ")[2].split()))
-        super().exit(status, message)
+        if status == 0:
+            super().exit(status, message)
+        raise ConfigError(" ".join((message or "").rpartition("error: ")[2].split()))
 
 
 class ServeCommand:
