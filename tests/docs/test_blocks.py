@@ -31,6 +31,7 @@ PYTHON = {
 COMMANDS = [
     (r"(\w+=\w+ )*(\.venv-vllm/bin/)?kvmosaic serve|vllm serve|curl|python examples/", ENGINE),
     (r"kvmosaic (eval|calibrate|tune|store warm)\b", "here"),
+    (r"kvmosaic doctor\b", "tests/engines/vllm/test_doctor.py"),
     (r"make ", "here"),
     (r"(\w+=\w+ )*\.venv[-\w]*/bin/python -m pytest", "here"),
     (r"export \w+=", "here"),

@@ -29,16 +29,10 @@ def doctor(
         ),
     ] = None,
     tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size", "-tp", min=1, help="Tensor-parallel size with which vLLM will be started."
-        ),
+        int, typer.Option(min=1, help="Tensor-parallel size with which vLLM will be started.")
     ] = 1,
     pipeline_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--pipeline-parallel-size", "-pp", min=1, help="Pipeline-parallel size with which vLLM will be started."
-        ),
+        int, typer.Option(min=1, help="Pipeline-parallel size with which vLLM will be started.")
     ] = 1,
     json: JsonOption = False,
     **settings: Any,
