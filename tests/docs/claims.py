@@ -8,6 +8,7 @@ from tests.docs.blocks import all_commands
 HERE = "run by tests/docs/test_blocks.py"
 ENGINE = "run by tests/engines/vllm/test_documented_commands.py"
 EXAMPLES = "run by tests/engines/vllm/test_examples.py"
+DOCTOR = "run with other models by tests/engines/vllm/test_doctor.py"
 CHECKED = "checked, but not run"
 NOT_RUN = "not run"
 
@@ -27,6 +28,7 @@ CLAIMS = (
     Claim(r"export KVMOSAIC_DISK_PATH=", ENGINE),
     Claim(r"python examples/", EXAMPLES),
     Claim(r"kvmosaic (eval|calibrate|tune) ", HERE),
+    Claim(r"kvmosaic doctor ", DOCTOR, "that file tests each option"),
     Claim(r"export KVMOSAIC_(CHUNK_SEPARATOR|CHUNK_ADMIN_KEY|STORE_KEY)=", HERE),
     Claim(rf"{_VARIABLES}make ", CHECKED, "it runs for minutes and more; make accepts the command"),
     Claim(rf"{_VARIABLES}\.venv[-\w]*/bin/python -m pytest", CHECKED, "tests in tests; their files exist"),

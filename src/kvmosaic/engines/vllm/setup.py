@@ -50,20 +50,7 @@ class EngineSetup:
             policy_served(config.policy, model.hf_text_config.num_hidden_layers)
         except ConfigError as error:
             raise config.blame(error) from None
-        has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
-        if has_stages and is_shipped(config.sink_prefix):  # a default, not the user's choice
-            config = config.model_copy(update={"sink_prefix": "document"})
-        learned = learned_sink(config)
-        if has_stages:
-            if learned is not None:
-                raise config.blame(
-                    ConfigError(
-                        "a learned sink does not work with pipeline_parallel_size > 1; choose another sink_prefix"
-                    ),
-                    "sink_prefix",
-                )
-            # Keys of pipeline stages name their layers. Such keys stand for heads that are stored separately.
-            config = config.model_copy(update={"per_head_storage": True})
+        config, learned = settings_with_sink(config, vllm_config.parallel_config.pipeline_parallel_size)
         reads_images = model.is_multimodal_model and images_problem(vllm_config) is None
         shape = EngineShape.of(
             vllm_config, kv_cache_config, config, places_sink=learned is not None, reads_images=reads_images
@@ -78,6 +65,24 @@ class EngineSetup:
             transfer.engine_id,
             turn_markers(tokenizer),
         )
+
+
+def settings_with_sink(config: ChunkCacheConfig, stages: int) -> tuple[ChunkCacheConfig, LearnedSink | None]:
+    """The settings that an engine of so many pipeline stages uses, and its learned sink, if there is one. Raises
+    :class:`ConfigError`, with one line, if the sink cannot be used."""
+    has_stages = stages > 1
+    if has_stages and is_shipped(config.sink_prefix):  # a default, not the user's choice
+        config = config.model_copy(update={"sink_prefix": "document"})
+    learned = learned_sink(config)
+    if not has_stages:
+        return config, learned
+    if learned is not None:
+        raise config.blame(
+            ConfigError("a learned sink does not work with pipeline_parallel_size > 1; choose another sink_prefix"),
+            "sink_prefix",
+        )
+    # Keys of pipeline stages name their layers. Such keys stand for heads that are stored separately.
+    return config.model_copy(update={"per_head_storage": True}), None
 
 
 def load_tokenizer(model: Any) -> Any:

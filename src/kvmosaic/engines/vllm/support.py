@@ -14,8 +14,10 @@ from kvmosaic.core.errors import ConfigError
 
 QUANTISED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Supported dtypes of a quantised KV cache."""
-SUPPORTED_VLLM = ((0, 26), (0, 33))
-"""Tested releases: from the first, up to but not including the second."""
+SUPPORTED_VLLM = ((0, 23), (0, 33))
+"""Tested releases: from the first, up to but not including the second, without those of the next line."""
+UNTRIED_VLLM = ((0, 24), (0, 25))
+"""Releases between them that were never tested."""
 ASCEND_VLLM = "0.23."
 """Beginning of the releases of vLLM for which the use of vllm-ascend is prepared."""
 ASCEND_UNTRIED = (
@@ -35,18 +37,24 @@ def has_ascend() -> bool:
     return find_spec("vllm_ascend") is not None
 
 
+def requirement() -> str:
+    """The tested releases, as pip has them."""
+    first, end = (".".join(map(str, bound)) for bound in SUPPORTED_VLLM)
+    return ",".join([f"vllm>={first}", f"<{end}", *(f"!={major}.{minor}.*" for major, minor in UNTRIED_VLLM)])
+
+
 def version_problem(version: str) -> str | None:
     """Why this vLLM release is not supported and what to do, in one line; ``None`` when it is."""
     if has_ascend():
         if version.startswith(ASCEND_VLLM):
             return ASCEND_UNTRIED
         return f"vLLM {version} with vllm-ascend is not prepared; pip install vllm-ascend==0.23.0.post1"
-    first, end = (".".join(map(str, bound)) for bound in SUPPORTED_VLLM)
-    wanted = f"pip install 'vllm>={first},<{end}'"
+    wanted = f"pip install '{requirement()}'"
     number = re.match(r"(\d+)\.(\d+)", version)
     if number is None:
         return f"vLLM {version} does not say which release it is; {wanted}"
-    if not SUPPORTED_VLLM[0] <= (int(number[1]), int(number[2])) < SUPPORTED_VLLM[1]:
+    release = int(number[1]), int(number[2])
+    if release in UNTRIED_VLLM or not SUPPORTED_VLLM[0] <= release < SUPPORTED_VLLM[1]:
         return f"vLLM {version} was never tried with the chunk cache; {wanted}"
     return None
 
