@@ -79,8 +79,9 @@ def _in_vllm(source: str, settings: ChunkCacheConfig, ranks: int, stages: int) -
         return None, [Row("model in vLLM", "fail", "vLLM refuses it", reason(error))]
     problems = [Row("model in vLLM", "fail", "not supported", problem) for problem in unsupported(config)]
     why = "" if chosen == "auto" else f": {WHY_FLOAT32}"
-    has_adapters = not config.model_config.use_mla and config.parallel_config.pipeline_parallel_size == 1
-    adapters = "also with LoRA adapters" if has_adapters else "not with LoRA adapters"
+    adapters = (
+        "also with LoRA adapters" if config.parallel_config.pipeline_parallel_size == 1 else "not with LoRA adapters"
+    )
     dtype, cached = _name(config.model_config.dtype), cache_dtype(config)
     rounded = f"; KV cache in {cached}, documents in {dtype}" if cached in QUANTISED else ""
     runs = f"runs in {dtype}{why}; {adapters}{rounded}"
