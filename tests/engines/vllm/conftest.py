@@ -95,6 +95,14 @@ def tiny_deepseek(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_mixture(tmp_path_factory):
+    """A tiny Qwen3 with a mixture of experts, without a tokenizer."""
+    from tests.engines.vllm.tiny import write_tiny_mixture
+
+    return write_tiny_mixture(tmp_path_factory.mktemp("models") / "mixture")
+
+
+@pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory, smollm2_folder):
     """A tiny model with SmolLM2's tokenizer, and enough layers for every policy."""
     from tests.engines.vllm.tiny import write_tiny_text

@@ -145,7 +145,11 @@ def same(ours: RequestOutput, theirs: RequestOutput, tolerance: float = 1e-3) ->
             assert step[token].logprob == pytest.approx(other[token].logprob, abs=tolerance)
 
 
-def exact(output: RequestOutput) -> tuple[list[int], list[dict[int, float]]]:
+Exact = tuple[list[int], list[dict[int, float]]]
+"""Tokens of an answer, and the probabilities of the likeliest tokens at each step."""
+
+
+def exact(output: RequestOutput) -> Exact:
     """The tokens of an answer and the probabilities of the likeliest tokens, for comparison to the last bit."""
     said = output.outputs[0]
     return list(said.token_ids), [{token: each.logprob for token, each in step.items()} for step in said.logprobs]
@@ -154,7 +158,12 @@ def exact(output: RequestOutput) -> tuple[list[int], list[dict[int, float]]]:
 def close(ours: RequestOutput, theirs: RequestOutput) -> None:
     """Check that two answers have the same tokens. Numbers that were computed in other pieces may be rounded
     differently."""
-    (mine, mine_steps), (yours, yours_steps) = exact(ours), exact(theirs)
+    near(exact(ours), exact(theirs))
+
+
+def near(ours: Exact, theirs: Exact) -> None:
+    """Check the same of what :func:`exact` returned for two answers."""
+    (mine, mine_steps), (yours, yours_steps) = ours, theirs
     assert mine == yours
     for token, a, b in zip(mine, mine_steps, yours_steps, strict=True):
         assert a[token] == pytest.approx(b[token], abs=1e-3)

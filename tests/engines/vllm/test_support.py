@@ -119,21 +119,45 @@ def build(tmp_path):
         {"kv_cache_dtype": "fp8_e5m2"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
     ],
-    ids=["plain", "ours", "tensor-parallel", "pipeline", "both", "lora", "same-dtype", "fp8", "e5m2", "ngram"],
+    ids=[
+        "plain",
+        "ours",
+        "tensor-parallel",
+        "pipeline",
+        "both",
+        "lora",
+        "same-dtype",
+        "fp8",
+        "e5m2",
+        "ngram",
+    ],
 )
 def test_supported(build, arguments):
     assert unsupported(build(LLAMA, **arguments)) == []
 
 
-@pytest.mark.parametrize("model", [MIXTRAL, LATENT], ids=["mixture of experts", "mla"])
-def test_other_models_that_are_supported(build, model):
-    assert unsupported(build(model)) == []
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        (MIXTRAL, {}),
+        (LATENT, {}),
+        (LATENT, {"enable_lora": True}),
+        (LATENT, {"pipeline_parallel_size": 2}),
+    ],
+    ids=["mixture of experts", "mla", "mla-lora", "mla-pipeline"],
+)
+def test_other_models_that_are_supported(build, model, arguments):
+    assert unsupported(build(model, **arguments)) == []
 
 
 @pytest.mark.parametrize(
     ("model", "arguments", "named"),
     [
-        (LATENT, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 was never tried with multi-head latent"),
+        (
+            LLAMA,
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            "pipeline_parallel_size=2 was never tried with external_launcher",
+        ),
         (
             LLAMA,
             {"pipeline_parallel_size": 2, "enable_lora": True},
@@ -158,7 +182,6 @@ def test_other_models_that_are_supported(build, model):
         ),
         (LLAMA, {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "kv_cache_dtype=bfloat16"),
         (LLAMA, {"kv_offloading_size": 1.0}, "kv_offloading_size"),
-        (LATENT, {"enable_lora": True}, "enable_lora with multi-head latent attention"),
         (LLAMA, {"enable_lora": True, "enable_tower_connector_lora": True}, "enable_tower_connector_lora"),
         (LLAMA, {"runner": "pooling"}, "pooling"),
         (BERT, {}, "pooling"),
@@ -168,7 +191,7 @@ def test_other_models_that_are_supported(build, model):
         ({**LATENT, "index_topk": 4}, {}, "index"),
     ],
     ids=[
-        "pipeline-mla",
+        "pipeline-launcher",
         "pipeline-lora",
         "decode-context",
         "data-parallel-moe",
@@ -181,7 +204,6 @@ def test_other_models_that_are_supported(build, model):
         "fp8-pipeline",
         "other-dtype",
         "offloading",
-        "lora-mla",
         "lora-tower",
         "pooling-runner",
         "pooling-model",
@@ -207,15 +229,16 @@ def test_a_draft_model_is_supported(build, tmp_path):
     ("arguments", "named"),
     [
         ({}, None),
-        ({"enable_lora": True}, "LoRA"),
+        ({"enable_lora": True}, None),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"kv_cache_dtype": "fp8"}, None),
         ({"mm_processor_cache_type": "shm"}, "mm_processor_cache_type=shm"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
             "speculat",
         ),
     ],
-    ids=["plain", "lora", "ranks", "shared-memory", "drafts"],
+    ids=["plain", "lora", "ranks", "fp8", "shared-memory", "drafts"],
 )
 def test_where_images_are_read(build, arguments, named):
     config = build(IDEFICS, **arguments)
@@ -277,7 +300,7 @@ def test_what_is_not_prepared_on_npus(build, model, arguments, named):
 
 def test_every_reason_is_given(build):
     reasons = unsupported(build({**LATENT, "index_topk": 4}, pipeline_parallel_size=2, kv_cache_dtype="fp8"))
-    assert len(reasons) == 4
+    assert len(reasons) == 3
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.26.0", "0.26.0rc1", "0.30.1.dev4+gabc", "0.32.0+cpu"])

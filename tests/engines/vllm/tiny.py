@@ -14,6 +14,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCABULARY = 512
@@ -110,6 +112,34 @@ def write_tiny_deepseek(folder: Path) -> str:
         },
     )
     return write_model(folder, DeepseekV2ForCausalLM(config))
+
+
+def write_tiny_mixture(folder: Path) -> str:
+    """Write a tiny model in which each token uses two of eight experts in every layer."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.08)
+    model.save_pretrained(folder)  # writes each expert's weights under its own names, as real checkpoints have them
+    return str(folder)
 
 
 def write_tiny_eagle(folder: Path, target: str) -> str:

@@ -149,7 +149,6 @@ def _pipeline_problems(vllm_config: Any) -> list[str]:
     if parallel.pipeline_parallel_size == 1:
         return []
     untried = {
-        "multi-head latent attention": vllm_config.model_config.use_mla,
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         "images and other inputs than text": vllm_config.model_config.is_multimodal_model,
@@ -208,11 +207,6 @@ def _quantisation_problems(vllm_config: Any) -> list[str]:
 def _adapter_problems(vllm_config: Any) -> list[str]:
     adapters = vllm_config.lora_config
     problems = []
-    if adapters is not None and vllm_config.model_config.use_mla:
-        problems.append(
-            "enable_lora with multi-head latent attention: chunks of adapters were never tried with it; "
-            "leave out enable_lora, or serve this model without the chunk cache"
-        )
     if adapters is not None and getattr(adapters, "enable_tower_connector_lora", False):  # releases differ
         problems.append(
             "enable_tower_connector_lora: chunks are computed by the language model alone, and would undo the "
@@ -262,9 +256,7 @@ def images_problem(vllm_config: Any) -> str | None:
     multimodal = getattr(model, "multimodal_config", None)
     untried = {
         "/".join(model.architectures): not set(model.architectures) & set(READS_IMAGES),
-        "a quantised KV cache": cache_dtype(vllm_config) in QUANTISED,
         "speculative decoding": vllm_config.speculative_config is not None,
-        "LoRA": vllm_config.lora_config is not None,
         f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         "an encoder in another process": getattr(vllm_config, "ec_transfer_config", None) is not None,
         "mm_processor_cache_type=shm": getattr(multimodal, "mm_processor_cache_type", None) == "shm",

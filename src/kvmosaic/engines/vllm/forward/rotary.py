@@ -31,9 +31,9 @@ class VllmTable:
         return CosSin(cos, sin)
 
 
-def measure_rotary(forward: SparseForward, model: torch.nn.Module) -> list[LayerRotary | None]:
-    """Compute the same tokens at two positions and explain the difference, layer by layer. To be called before any
-    block is in use."""
+def measure_rotary(forward: SparseForward, model: torch.nn.Module, first_layer: int) -> list[LayerRotary | None]:
+    """Compute the same tokens at two positions and explain the difference, layer by layer. ``first_layer``: number of
+    this rank's first layer in the whole model. To be called before any block is in use."""
     tokens = list(range(3, 15))
     old, new = range(len(tokens)), range(29, 29 + len(tokens))
     run = Run(tokens, 0, forward.kv.free_blocks)
@@ -41,7 +41,7 @@ def measure_rotary(forward: SparseForward, model: torch.nn.Module) -> list[Layer
     tables = [VllmTable(module) for module in rotary_modules(model)]
     return [
         explain_layer(
-            layer,
+            first_layer + layer,
             (at_old[0][layer].transpose(0, 1), at_old[1][layer].transpose(0, 1)),
             (at_new[0][layer].transpose(0, 1), at_new[1][layer].transpose(0, 1)),
             old,

@@ -162,7 +162,6 @@ class SparseForward:
         tiles = self._tiles if self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs else None
         queries = None if tiles is None else tiles.queries(work.sequences)
         positions = work.rotary_positions + shift if shift else work.rotary_positions
-        embeddings = self._embeddings(work) if work.has_images else None
         inputs = padded(work.token_ids, padding), padded(positions, padding)
 
         def attend(
@@ -202,6 +201,8 @@ class SparseForward:
         ):
             self._ranks.go_on()
             try:
+                # The image encoder and the embedding are collective operations if several ranks share the layers.
+                embeddings = self._embeddings(work) if work.has_images else None
                 output = self._runner.model(
                     input_ids=input_ids if embeddings is None else None,
                     positions=places,
@@ -221,5 +222,4 @@ class SparseForward:
     def _embeddings(self, work: Pass) -> torch.Tensor:
         """Embeddings of all tokens of a pass, ``[tokens, hidden]``, made as vLLM makes them."""
         assert self._images is not None
-        with torch.inference_mode():
-            return self._images.embed(work.token_ids, work.image_rows(), work.is_image)
+        return self._images.embed(work.token_ids, work.image_rows(), work.is_image)

@@ -82,7 +82,7 @@ class WorkerSide:
         self.forward = SparseForward(
             vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles, images=model
         )
-        self.rotary = measure_rotary(self.forward, runner.model)
+        self.rotary = measure_rotary(self.forward, runner.model, self.ranks.layers.start)
         """Rotation of the keys of each layer."""
         tail = setup.shape.window_tail
         kv_format = kv.format(self._model.dtype, WHOLE if tail is None else WindowTails(kv.windowed, tail))
