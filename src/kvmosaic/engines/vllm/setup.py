@@ -10,7 +10,7 @@ from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.profile import is_shipped
 from kvmosaic.core.turns import turn_markers
-from kvmosaic.engines.identity import learned_sink, sink_of
+from kvmosaic.engines.identity import learned_sink, sink_of, text_sink
 from kvmosaic.engines.vllm.compat.cache import unsupported_cache, unsupported_latent
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.support import images_problem, policy_served, unsupported
@@ -30,6 +30,8 @@ class EngineSetup:
     engine_id: str
     markers: frozenset[int]
     """Ids of the tokens between the turns of a conversation."""
+    draft_sink: tuple[int, ...] = ()
+    """Text that a draft model gets as sink prefix where the model has a learned one."""
 
     def discovery(self) -> Discovery | None:
         """A :class:`Discovery` for chunks that requests do not name, if the settings ask for it."""
@@ -77,6 +79,7 @@ class EngineSetup:
             shape,
             transfer.engine_id,
             turn_markers(tokenizer),
+            text_sink(config, model.hf_text_config.bos_token_id, tokenizer) if learned and shape.has_drafts else (),
         )
 
 

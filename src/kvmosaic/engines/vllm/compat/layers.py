@@ -249,18 +249,10 @@ class _HeadsAttention(_Announced):
         return output
 
 
-def draft_layers(runner: Any) -> frozenset[str]:
-    """Names of the attention layers of a draft model, which vLLM keeps in the same cache."""
-    found: frozenset[str] = frozenset()
-    for owner, name in (("drafter", "_draft_attn_layer_names"), ("speculator", "draft_attn_layer_names")):
-        found |= frozenset(getattr(getattr(runner, owner, None), name, ()))
-    return found
-
-
-def attention_layers(vllm_config: Any, kv_cache_config: Any, left_out: frozenset[str]) -> list[KVLayer]:
-    """The attention layers that have a cache, first to last, except those ``left_out``."""
+def attention_layers(vllm_config: Any, kv_cache_config: Any) -> list[KVLayer]:
+    """The attention layers that have a cache, first to last, including those of a draft model."""
     context = vllm_config.compilation_config.static_forward_context
-    names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names} - left_out
+    names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
     modules = [context[name] for name in sorted(names, key=_layer_index)]
     return [_kind(each)(each) for each in modules]
 
