@@ -11,7 +11,7 @@ from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.core.profile import is_shipped
 from kvmosaic.core.turns import turn_markers
 from kvmosaic.engines.identity import learned_sink, sink_of, text_sink
-from kvmosaic.engines.vllm.compat.cache import unsupported_cache, unsupported_latent
+from kvmosaic.engines.vllm.compat.cache import served_cache, unsupported_cache, unsupported_latent
 from kvmosaic.engines.vllm.shape import EngineShape
 from kvmosaic.engines.vllm.support import images_problem, policy_served, unsupported
 
@@ -42,7 +42,11 @@ class EngineSetup:
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> "EngineSetup":
         """Raises :class:`UnsupportedModelError` or :class:`ConfigError`, with one line, where chunks cannot work."""
-        problems = unsupported(vllm_config) or unsupported_latent(vllm_config) or unsupported_cache(kv_cache_config)
+        problems = (
+            unsupported(vllm_config)
+            or unsupported_latent(vllm_config)
+            or unsupported_cache(vllm_config, kv_cache_config)
+        )
         if problems:
             raise UnsupportedModelError(f"the chunk cache cannot be used here: {problems[0]}")
         model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
@@ -67,8 +71,9 @@ class EngineSetup:
             # Keys of pipeline stages name their layers. Such keys stand for heads that are stored separately.
             config = config.model_copy(update={"per_head_storage": True})
         reads_images = model.is_multimodal_model and images_problem(vllm_config) is None
+        caches = served_cache(vllm_config, kv_cache_config)
         shape = EngineShape.of(
-            vllm_config, kv_cache_config, config, places_sink=learned is not None, reads_images=reads_images
+            vllm_config, caches, config, places_sink=learned is not None, reads_images=reads_images
         )
         tokenizer = load_tokenizer(model)
         return cls(
