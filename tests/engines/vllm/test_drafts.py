@@ -28,7 +28,7 @@ from tests.engines.vllm.helpers import (
     worker_side,
 )
 from tests.engines.vllm.processes import EngineApart
-from tests.engines.vllm.tiny import VOCABULARY, write_tiny_eagle, write_tiny_llama
+from tests.engines.vllm.tiny import VOCABULARY, write_tiny_eagle, write_tiny_eagle3, write_tiny_llama
 from tests.entries import kv_of
 
 pytestmark = [
@@ -86,11 +86,17 @@ def acceptance(llm, documents: list[list[int]]) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module", params=["draft_model", "eagle"])
+WRITERS = {
+    "draft_model": lambda folder, target: write_tiny_llama(folder, num_hidden_layers=2),
+    "eagle": write_tiny_eagle,
+    "eagle3": write_tiny_eagle3,
+}
+"""Functions that write a draft model of each method."""
+
+
+@pytest.fixture(scope="module", params=[*WRITERS])
 def llm(request, tiny_llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("draft") / "model"
-    is_eagle = request.param == "eagle"
-    model = write_tiny_eagle(folder, tiny_llama) if is_eagle else write_tiny_llama(folder, num_hidden_layers=2)
+    model = WRITERS[request.param](tmp_path_factory.mktemp("draft") / "model", tiny_llama)
     return start(tiny_llama, **drafts(request.param, model), **SETTINGS)
 
 

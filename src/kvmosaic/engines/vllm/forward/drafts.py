@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.engines.identity import config_identity
 from kvmosaic.engines.loaded_weights import sampled_digest
 from kvmosaic.engines.vllm.compat.drafts import Drafter, draft_files, draft_heads, drafter_of
@@ -96,6 +97,8 @@ def _trial(
     )
     try:
         rotary = measure_rotary(forward, runner.model, drafter.model)
+    except UnsupportedModelError:
+        return "its keys do not turn with position like rotary ones"
     except (Exception, RankLostError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     theirs = {layer.columns for layer in rotary[: len(kv)] if layer}

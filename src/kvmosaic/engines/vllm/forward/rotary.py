@@ -35,9 +35,11 @@ def measure_rotary(forward: SparseForward, *models: torch.nn.Module) -> list[Lay
     """Compute the same tokens at two positions and explain the difference, layer by layer as in entries. ``models``:
     the model, and the draft model if its layers are among these. To be called before any block is in use."""
     tokens = list(range(3, 15))
-    old, new = range(len(tokens)), range(29, 29 + len(tokens))
+    # Some draft models (MTP) read the first token of a sequence in another way.
+    first = 1 if forward.kv.drafts else 0
+    old, new = range(first, first + len(tokens)), range(29, 29 + len(tokens))
     run = Run(tokens, 0, forward.kv.free_blocks)
-    at_old, at_new = forward.capture([run]), forward.capture([run], shift=new.start)
+    at_old, at_new = forward.capture([run], shift=old.start), forward.capture([run], shift=new.start)
     tables = [VllmTable(module) for model in models for module in rotary_modules(model)]
     return [
         explain_layer(
