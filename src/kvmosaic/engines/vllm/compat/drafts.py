@@ -73,9 +73,10 @@ def drafter_of(runner: Any) -> Drafter | str:
     if kind is None:
         return f"{type(proposer).__name__} was never tried"
     model, draft = runner.vllm_config.model_config, runner.speculative_config
-    if draft.parallel_drafting:
+    # Not every release has these.
+    if getattr(draft, "parallel_drafting", False):
         return "parallel_drafting was never tried"
-    if getattr(draft, "use_heterogeneous_vocab", False):  # releases before 0.29 do not have it
+    if getattr(draft, "use_heterogeneous_vocab", False):
         return "it has other tokens than the served model"
     if model.is_multimodal_model:
         return "the served model reads other inputs than text"
