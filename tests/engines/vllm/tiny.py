@@ -157,6 +157,27 @@ def write_tiny_eagle(folder: Path, target: str) -> str:
     return str(folder)
 
 
+def write_tiny_eagle3(folder: Path, target: str) -> str:
+    """Write an EAGLE-3 head for a Llama model. It reads the hidden states of three of the model's layers."""
+    config = LlamaConfig.from_pretrained(target, num_hidden_layers=1)
+    write_model(folder, LlamaForCausalLM(config))
+    changes = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config.vocab_size}
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | changes))
+    weights = load_file(folder / "model.safetensors")
+    size, kept = config.hidden_size, {"lm_head.weight": weights["lm_head.weight"]}
+    for name, tensor in weights.items():
+        if name.startswith("model.layers.0."):
+            kept[name.replace("model.layers.0.", "midlayer.")] = tensor
+    for part in ("q_proj", "k_proj", "v_proj"):  # they also read the embedding of the next token
+        name = f"midlayer.self_attn.{part}.weight"
+        kept[name] = torch.randn(len(kept[name]), 2 * size) * 0.08
+    kept |= {"midlayer.hidden_norm.weight": torch.ones(size), "norm.weight": torch.ones(size)}
+    kept["fc.weight"] = torch.randn(size, 3 * size) * 0.08
+    save_file(kept, folder / "model.safetensors")
+    return str(folder)
+
+
 def write_with_scales(folder: Path, like: str | Path) -> str:
     """Write the Llama model in the folder ``like`` with scales of an fp8 KV cache, different ones in each layer. No
     scale is a power of two, so that dividing by it rounds."""

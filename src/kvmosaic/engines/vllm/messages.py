@@ -160,6 +160,8 @@ class FillSlice:
     """The adapter that the chunk is computed with, which is active in this step."""
     images: Images | None = None
     """The whole chunk with its images, if it has any."""
+    following: int | None = None
+    """The first token of the next slice, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)

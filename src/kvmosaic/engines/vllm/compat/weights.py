@@ -28,12 +28,11 @@ COLUMNS = 8
 """Number of columns that are sampled of a matrix that only supports multiplication."""
 
 
-def weight_files(vllm_config: Any) -> tuple[str, str | None, str | None] | None:
+def weight_files(model: Any, load: Any) -> tuple[str, str | None, str | None] | None:
     """Model, revision and the hub's cache folder; ``None`` unless the loaded weights certainly come from the files
-    there."""
+    there. ``model`` is vLLM's ``ModelConfig``, ``load`` its ``LoadConfig``."""
     from vllm import envs
 
-    model, load = vllm_config.model_config, vllm_config.load_config
     is_elsewhere = bool(getattr(model, "model_weights", None)) or getattr(envs, "VLLM_USE_MODELSCOPE", False)
     format_ = str(getattr(load.load_format, "value", load.load_format))
     if is_elsewhere or (format_ not in FROM_FILES and not _is_one_file(model.model)):

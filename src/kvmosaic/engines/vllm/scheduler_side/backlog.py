@@ -248,6 +248,7 @@ class FillBacklog:
             is_last=begun.done == len(begun.tokens),
             adapter=begun.chunk.adapter,
             images=begun.chunk.images,
+            following=None if begun.done == len(begun.tokens) else begun.tokens[begun.done],
         )
 
     def _fill(
