@@ -117,9 +117,7 @@ class PrefixScheduler:
         exact = self._requests.get(request.request_id)
         if exact is None or request.skip_reading_prefix_cache:
             return 0
-        exact.deadline = exact.deadline or time.monotonic() + self._patience(
-            0
-        )  # until ranks have listed their entries
+        exact.deadline = exact.deadline or time.monotonic() + self._patience(0)  # for ranks to list their entries
         if exact.waiting_for is None and self._mirror.is_complete:
             # Other engines may have stored segments in the meantime that this one does not know of.
             is_shared = self._is_pool_shared and self._mirror.may_lag_behind_others

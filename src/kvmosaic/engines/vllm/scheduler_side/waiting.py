@@ -18,8 +18,8 @@ from kvmosaic.engines.vllm.shape import EngineShape
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30
-"""Maximum time that a request waits for a step with room, or for chunks that are filled, in seconds. It is then served
-without."""
+"""Maximum time that a request waits for a step with room, or for chunks that are filled, in seconds. Then it is
+served without them."""
 
 
 class WaitingRoom:
