@@ -70,6 +70,16 @@ def one_engine_at_a_time():
         yield
 
 
+@pytest.fixture(autouse=True)
+def patience(request, monkeypatch):
+    """Requests wait for slower tiers as long as they may: the disk of a busy machine can be slower than a tiny
+    model's prefill."""
+    if request.node.get_closest_marker("engine"):
+        from tests.engines.vllm.helpers import set_patience
+
+        set_patience(monkeypatch, 30.0)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """A tiny Llama without a tokenizer, so prompts are tokens."""

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvmosaic.core.config import load_config
-from kvmosaic.engines.vllm.scheduler_side import backlog, waiting
+from kvmosaic.engines.vllm.scheduler_side import backlog, patience, waiting
 from kvmosaic.vllm import LLM
 
 ROOT = Path(__file__).parents[3]
@@ -445,8 +445,10 @@ def judge_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[bool]:
 
 
 def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Set how long a request waits for its chunks."""
+    """Set how long a request waits for its chunks, whatever was measured."""
     monkeypatch.setattr(waiting, "PATIENCE_SECONDS", seconds)
+    for name in ("MOST_SECONDS", "LEAST_SECONDS"):
+        monkeypatch.setattr(patience, name, seconds)
 
 
 def set_overdue(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.limits import MAX_DOCUMENTS
-from kvmosaic.core.sources import find_seams, find_sources
+from kvmosaic.core.sources import find_seams, find_sources, has_too_many_parts
 from kvmosaic.engines.vllm.http.body import RequestBody
 from kvmosaic.engines.vllm.http.report import ReportNote
 from kvmosaic.engines.vllm.parameters import PAGE_PARAMETER
@@ -65,6 +65,8 @@ class DocumentNamer:
         if is_off or named is None or len(named) > MAX_DOCUMENTS or not FIELDS[self.path] or not has_use:
             return {}  # also if the engine will refuse what the client named
         fields = body.read(FIELDS[self.path])
+        if has_too_many_parts(fields):
+            return {"chunk_cache": False}  # documents could be found over questions that nobody looked at
         found = find_sources(fields, config.sources, config.min_chunk_tokens)
         known = {name.strip() for name in named}
         further = [text for text in found.documents if text not in known][: MAX_DOCUMENTS - len(named)]

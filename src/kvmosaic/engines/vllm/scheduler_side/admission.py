@@ -182,6 +182,15 @@ class Admission:
         would_save = text + int(request.ratio * (missing + stored)) < ahead
         return Fallback.NOT_STORED if saves_nothing and would_save else Fallback.SLOWER
 
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """Predicted seconds of computing ``tokens`` tokens; ``None`` if that was not measured."""
+        return self._seconds("blend", tokens) if self._is_measured("blend") else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted seconds of a full prefill step; ``None`` if that was not measured."""
+        return self.prefill_seconds(self._shape.step_tokens)
+
     def is_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request takes so much of a step that it is done in slices, over several steps."""
         share = LONE_SHARE if request.is_alone else LONG_LOAD_SHARE

@@ -82,7 +82,10 @@ class ChunkRequest:
     """The report on its chunks."""
     _waiting_for: set[int] | None = None
     """Ranks that have yet to fetch its chunks; ``None`` before any was asked to."""
-    _deadline: float | None = None
+    _since: float | None = None
+    """Time when it began to wait for room, or for chunks that are filled, in seconds."""
+    _fetching_since: float | None = None
+    """Time when it began to wait for slower tiers, or for ranks to list their entries, in seconds."""
 
     @property
     def is_probed(self) -> bool:
@@ -206,6 +209,7 @@ class ChunkRequest:
     def wait_for(self, ranks: int) -> None:
         """Ranks ``0 .. ranks-1`` are asked to fetch its chunks."""
         self._waiting_for = set(range(ranks))
+        self._fetching_since = time.monotonic()
 
     def arrived(self, rank: int, lost: frozenset[bytes]) -> None:
         """A rank has fetched its chunks, except stored ones that are ``lost``."""
@@ -218,13 +222,21 @@ class ChunkRequest:
     def has_patience(self, seconds: float) -> bool:
         """Whether it still waits: it does for ``seconds`` after the first call."""
         now = time.monotonic()
-        if self._deadline is None:
-            self._deadline = now + seconds
-        return now < self._deadline
+        if self._since is None:
+            self._since = now
+        return now < self._since + seconds
+
+    def has_patience_with_fetch(self, seconds: float) -> bool:
+        """Whether it still waits for slower tiers: it does for ``seconds`` after its latest fetch began, or after the
+        first call."""
+        now = time.monotonic()
+        if self._fetching_since is None:
+            self._fetching_since = now
+        return now < self._fetching_since + seconds
 
     def reset_after_alloc(self) -> None:
         """It got its blocks. If it is preempted and resumes, it asks again."""
         self.is_worth_it = self.is_noted = False
         self.needed = None
-        self.lacking = self._waiting_for = self._deadline = None
+        self.lacking = self._waiting_for = self._since = self._fetching_since = None
         self.fetched, self.lost = {}, set()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from kvmosaic.core.admin_key import AdminKey
@@ -18,13 +19,14 @@ from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
 from kvmosaic.engines.vllm.scheduler_side.exact_prefix import ExactPrefixes
 from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
 from kvmosaic.engines.vllm.scheduler_side.loads import Loads
+from kvmosaic.engines.vllm.scheduler_side.patience import patience_for
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from kvmosaic.engines.vllm.scheduler_side.prefix import PrefixScheduler
 from kvmosaic.engines.vllm.scheduler_side.report import Reports, choice_report, plain_chunks, reuse_report
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.running import RunningRequests
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
-from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS, WaitingRoom
+from kvmosaic.engines.vllm.scheduler_side.waiting import WaitingRoom
 from kvmosaic.engines.vllm.setup import EngineSetup
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 
@@ -50,7 +52,8 @@ class ChunkScheduler:
         self._waiting = WaitingRoom(config, shape, self._mirror, self._admission, self._backlog)
         self._adapters = KnownAdapters(shape.ranks)
         self._tables = BlockTables(shape.block_size)
-        self.prefixes = PrefixScheduler(config, self._mirror, shape, PATIENCE_SECONDS)
+        patience = partial(patience_for, admission=self._admission)
+        self.prefixes = PrefixScheduler(config, self._mirror, shape, patience)
         self._pool: FreeBlocks | None = None
         self._lender: BlockLender | None = None
         self._exact: ExactPrefixes | None = None

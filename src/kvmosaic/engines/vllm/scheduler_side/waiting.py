@@ -11,6 +11,7 @@ from kvmosaic.engines.vllm.messages import ChunkFetch, StepWork
 from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
 from kvmosaic.engines.vllm.scheduler_side.fair_queue import WaitingChunk
+from kvmosaic.engines.vllm.scheduler_side.patience import patience_for
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
@@ -18,7 +19,8 @@ from kvmosaic.engines.vllm.shape import EngineShape
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30
-"""Maximum time that a request waits for chunks in slower tiers, in seconds. It is then served without them."""
+"""Maximum time that a request waits for a step with room, or for chunks that are filled, in seconds. Then it is
+served without them."""
 
 
 class WaitingRoom:
@@ -71,12 +73,13 @@ class WaitingRoom:
                     return None
             has_to_wait = request.has_patience(PATIENCE_SECONDS) or request.begins_inside(local)
             return None if has_to_wait else Fallback.SLOWER
-        if request.has_patience(PATIENCE_SECONDS):
+        patience = patience_for(sum(request.fetched.values()), self._admission)
+        if request.has_patience_with_fetch(patience):
             return None
         if request.begins_inside(local):
             return external
         name = shown_id(request.request_id)
-        logger.warning("request %s waited %d s for its chunks; it is prefilled", name, PATIENCE_SECONDS)
+        logger.warning("request %s waited %.1f s for its chunks; it is prefilled", name, patience)
         return Fallback.SLOW_TIER
 
     def _fetch(self, request: ChunkRequest, local: int, work: StepWork) -> bool:
