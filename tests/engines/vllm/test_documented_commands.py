@@ -23,7 +23,6 @@ from tests.store.remote_servers import Valkey
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1200)]
 
 MODEL = "smollm2-135m"
-MUSEUM = " ".join(f"Room {n} of the museum has {n + 2} clocks from the ships of the harbour." for n in range(16))
 ADMIN_KEY = "a key for tests of the documentation"
 SERVE = [each for each in commands(ENGINE) if "kvmosaic serve" in each]
 EVERYTHING = [each for each in SERVE if each.endswith("--enable-prompt-tokens-details --client-parameters all")]
@@ -206,11 +205,10 @@ def test_a_server_with_a_remote_tier(command, tmp_path):
 
 @pytest.mark.usefixtures("documents")
 def test_two_servers_share_a_folder(tmp_path):
-    """Both find what the command filled ahead of time, and each finds what the other stores."""
+    """Both run at once, and find what the command filled ahead of time."""
     warming, variable, *servers = [each.replace("/var/cache/kv", str(tmp_path / "kv")) for each in SHARED]
     warm(warming, MODEL)
-    entries = {*tmp_path.joinpath("kv").rglob("*.safetensors")}
-    assert len(entries) >= 2
+    assert len(list(tmp_path.joinpath("kv").rglob("*.safetensors"))) == 2
     with (
         started(servers[0], tmp_path / "first", before=variable) as first,
         started(servers[1], tmp_path / "second", before=variable) as second,
@@ -218,13 +216,7 @@ def test_two_servers_share_a_folder(tmp_path):
         for number, url in enumerate((first, second)):
             ask(url, [BAKERY, FERRY], number)
             assert counted(url, "chunk_hits_total", tier="disk") == 2
-        deadline = time.monotonic() + 120
-        while entries >= {*tmp_path.joinpath("kv").rglob("*.safetensors")}:
-            assert time.monotonic() < deadline
-            ask(first, [MUSEUM], 2)
-        ask(second, [MUSEUM, BAKERY], 3)
-        assert counted(second, "chunk_hits_total", tier="disk") == 3
-        assert counted(second, "chunks_filled_total") == 0
+            assert counted(url, "chunks_filled_total") == 0
 
 
 @pytest.mark.usefixtures("documents")
