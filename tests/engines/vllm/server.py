@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START_SECONDS = 900
+"""Maximum time until a server answers, in seconds."""
+TRIES = 3
+"""Number of ports that are tried."""
 
 
 @contextmanager
@@ -24,10 +27,28 @@ def serving(model: str, log: Path, *options: str, **environment: str) -> Iterato
 @contextmanager
 def served_by(command: list[str], log: Path, **environment: str) -> Iterator[str]:
     """The URL of a server that ``command`` starts, as long as it is needed."""
+    for _ in range(TRIES):
+        server, url = _start(command, log, environment)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while server.poll() is None and not _is_up(url):
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(1)
+            if server.poll() is None:
+                yield url
+                return
+        finally:
+            _end(server)
+        # Another program may have taken the port before the server did.
+        assert "Address already in use" in log.read_text(), log.read_text()[-3000:]
+    raise AssertionError(f"each of {TRIES} ports was taken")
+
+
+def _start(command: list[str], log: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a server at a port that is free now. Returns its URL as well."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         server = subprocess.Popen(
             [*command, "--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)],
@@ -35,20 +56,16 @@ def served_by(command: list[str], log: Path, **environment: str) -> Iterator[str
             stderr=subprocess.STDOUT,
             env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment},
         )
+    return server, f"http://127.0.0.1:{port}"
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _is_up(url):
-            assert server.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(1)
-        yield url
-    finally:
-        server.terminate()
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:  # a server that is just starting may lose the signal
-            server.kill()
-            raise
+        server.wait(60)
+    except subprocess.TimeoutExpired:  # a server that is just starting may lose the signal
+        server.kill()
+        raise
 
 
 def _is_up(url: str) -> bool:

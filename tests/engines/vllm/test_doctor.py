@@ -14,7 +14,7 @@ from kvmosaic.cli.main import app
 from kvmosaic.core.learned_sink import WITNESS_TOKENS, LearnedSink, SinkAbout
 from kvmosaic.models.sink_file import save_sink
 from tests.cli.command import run_here
-from tests.engines.vllm.test_support import HYBRID, IDEFICS, LATENT, LLAMA, MIXTRAL
+from tests.engines.vllm.test_support import HYBRID, IDEFICS, LLAMA, MIXTRAL
 from tests.engines.vllm.tiny import FP8_CACHE
 from tests.half_precision import IS_NATIVE
 
@@ -117,11 +117,9 @@ def test_a_feature_that_works(folder, model, options, row, verdict, found):
         (LLAMA, ("--kv-offloading-size", "4"), {"--kv-offloading-size"}),
         (LLAMA, ("--kv-cache-dtype", "fp8_per_token_head"), {"--kv-cache-dtype"}),
         (MIXTRAL, ("--data-parallel-size", "2"), {"--data-parallel-size"}),
-        (LATENT, ("--enable-lora",), {"--enable-lora"}),
-        (LATENT, ("--pipeline-parallel-size", "2"), {"--pipeline-parallel-size"}),
         (LLAMA, ("--enable-lora", "-pp", "2"), {"--enable-lora", "--pipeline-parallel-size"}),
     ],
-    ids=["offloading", "dtype", "experts", "mla-lora", "mla-stages", "pair"],
+    ids=["offloading", "dtype", "experts", "pair"],
 )
 def test_a_feature_that_is_refused_as_serve_refuses_it(folder, model, options, refused):
     """A pair is shown at both of its features: either can be left out."""

@@ -148,12 +148,17 @@ def test_what_is_wanted_is_filled_while_vllm_computes_nothing():
     backlog = backlog_of((20, SINK), (30, SINK))
     assert whole(backlog, step_of(prompt=30)) == []
     backlog.add([missing(1, 30)], is_awaited=True)
-    assert whole(backlog, step_of()) == []  # the step before may still compute a first token
-    assert backlog.take(step_of(), make_pool(), 500, others_run=True) == ([], None)
-    assert backlog.take(step_of(), make_pool(), 500, is_full=True) == ([], None)
-    assert whole(backlog, step_of()) == []
-    assert taken(whole(backlog, step_of())) == [[(1, 30)]]
-    assert whole(backlog, step_of()) == []
+
+    def idle(**more):
+        return backlog.take(step_of(), make_pool(), 500, **{"requests_wait": True, **more})
+
+    assert idle() == ([], None)  # the step before may still compute a first token
+    assert idle(others_run=True) == ([], None)
+    assert idle(is_full=True) == ([], None)
+    assert idle(requests_wait=False) == ([], None)  # there may be no further step
+    assert idle() == ([], None)
+    assert taken(idle()[0]) == [[(1, 30)]]
+    assert idle() == ([], None)
 
 
 def test_a_long_chunk_keeps_its_blocks_while_vllm_computes_nothing_if_it_is_wanted():
@@ -163,8 +168,10 @@ def test_a_long_chunk_keeps_its_blocks_while_vllm_computes_nothing_if_it_is_want
         free = pool.count
         _, begun = backlog.take(DECODING, pool, 40)
         assert begun.start == 0
-        _, more = backlog.take(step_of(), pool, 40)
+        _, more = backlog.take(step_of(), pool, 40, requests_wait=True)
         assert (more is not None) is (pool.count < free) is is_awaited
+        assert backlog.take(step_of(), pool, 40) == ([], None)
+        assert pool.count == free
 
 
 def test_what_its_request_waits_for_is_filled_with_any_step_that_computes(monkeypatch):

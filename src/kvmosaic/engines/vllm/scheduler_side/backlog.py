@@ -152,18 +152,21 @@ class FillBacklog:
         pass_tokens: int = 0,
         is_full: bool = False,
         others_run: bool = False,
+        requests_wait: bool = False,
     ) -> tuple[list[ChunkFill], FillSlice | None]:
         """The chunks to fill in ``step`` by computing about ``room`` tokens. They are filled in free blocks of
         ``pool``, whose next owner writes to them in a later step. ``is_full``: the step already computes much for
-        chunks; ``others_run``: earlier steps are still being computed, so that this one may be empty. Chunks with the
+        chunks; ``others_run``: earlier steps are still being computed, so that this one may be empty;
+        ``requests_wait``: there are requests with chunks, so that further steps follow an empty one. Chunks with the
         same context and adapter are filled together: the context's full blocks are computed and charged once for all
         of them. Each further context or adapter, and chunks beside a slice, take one more pass of the model, which
         costs ``pass_tokens``."""
         reserve = self._shape.blocks_for(self._shape.step_tokens) + len(step.scheduled)
         is_idle = step.total_tokens == 0 and not others_run
-        if self._begun is not None and ((is_idle and not self._begun.chunk.is_wanted) or pool.count < reserve):
+        goes_on = self._begun is not None and self._begun.chunk.is_wanted and requests_wait
+        if self._begun is not None and ((is_idle and not goes_on) or pool.count < reserve):
             self.let_go(pool)  # vLLM may need them for what it computes next
-        queues = self._due(step, is_full, is_idle) if room > 0 else []
+        queues = self._due(step, is_full, is_idle) if room > 0 and (requests_wait or not is_idle) else []
         if not queues:
             return [], None
         self._passed_over.clear()

@@ -204,6 +204,7 @@ class ChunkScheduler:
                 pass_tokens=self._admission.pass_tokens,
                 is_full=bool(self._loads.in_slices),
                 others_run=bool(self._running),
+                requests_wait=bool(self._requests),
             )
         self._lender.take_back()
         self._work.slice_tokens = self._loads.begin_step(step.total_tokens)
