@@ -312,10 +312,12 @@ def test_the_lengths_these_tests_count_with():
         ("sink-link", 80, False),
         ("kv-deviation(layers=0)", 10, False),
         ("kv-deviation(layers=2)", 10, True),
+        ("kv-deviation(layers=0+1)", 10, True),
     ],
 )
 def test_a_choice_that_takes_more_of_a_step_than_loads_may_is_not_made_while_others_wait(policy, gap, is_plain):
-    """Before the choice, text before the question is computed in one go, and chunks through some layers."""
+    """Before the choice, text before the question is computed in one go, and chunks through some layers. A set that
+    shrinks from layer to layer is chosen while it is computed."""
     chunks = [text(1, 40), text(2, 40)]
     for is_alone in (True, False):
         side = Side(shape={"step_tokens": round(32 / LOAD_SHARE)})

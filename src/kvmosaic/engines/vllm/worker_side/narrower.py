@@ -108,7 +108,8 @@ class _Thinning:
         """Index of each token among those that do not last."""
         # Read before the pass overwrites it.
         chosen = positions[~lasting]
-        self._reused = [probe.reused(check.layer, check.part, chosen) for check in self._checks if not self._known]
+        checks = self._checks if self._known is None else ()
+        self._reused = [probe.reused(check.layer, check.part, chosen) for check in checks]
         self.kept: list[np.ndarray] = []
         """The positions that each check kept."""
 
