@@ -28,7 +28,7 @@ from tests.engines.vllm.helpers import (
 )
 from tests.engines.vllm.processes import EngineApart
 from tests.engines.vllm.test_lora import ADAPTERS, write_adapter, write_merged
-from tests.engines.vllm.tiny import VOCABULARY, write_model, write_tiny_llama
+from tests.engines.vllm.tiny import VOCABULARY, write_model, write_tiny_deepseek, write_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(torch.cuda.is_available(), reason="float32 and CPU kernels")]
 
@@ -42,7 +42,7 @@ def write_tiny_granite(folder) -> str:
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
@@ -58,14 +58,14 @@ def case(request, tmp_path):
     """A model, its engine's settings and a policy."""
     if request.param == "gemma":
         model = request.getfixturevalue("tiny_gemma")
-        return model, {"window_tails": False}, "kv-deviation(layers=0+2+3)"
+        return model, {"window_tails": False}, "kv-deviation(layers=1+2+4)"
     if request.param == "granite":
-        return write_tiny_granite(tmp_path), {}, "kv-deviation(part=v, layers=0+1+2)"
+        return write_tiny_granite(tmp_path), {}, "kv-deviation(part=v, layers=1+2+3)"
     if request.param == "latent":
         if not hasattr(AttentionBackendEnum, "CPU_MLA"):
             pytest.skip("this release of vLLM has no MLA on CPUs")
-        return request.getfixturevalue("tiny_deepseek"), LATENT, "kv-deviation(layers=0+1)"
-    return write_tiny_llama(tmp_path), {"model_impl": "transformers"}, "kv-deviation(layers=0+1)"
+        return write_tiny_deepseek(tmp_path, layers=5), LATENT, "kv-deviation(layers=1+3)"
+    return write_tiny_llama(tmp_path, num_hidden_layers=5), {"model_impl": "transformers"}, "kv-deviation(layers=1+2)"
 
 
 def prompt():
@@ -95,14 +95,15 @@ def test_both_engines_keep_the_same_tokens(case):
     assert hooked_modules() == before
 
 
-def test_a_request_with_an_adapter(tiny_llama, tmp_path):
+def test_a_request_with_an_adapter(tmp_path):
     """It keeps the tokens that a model with merged weights keeps."""
     adapter = write_adapter(tmp_path / "adapter", 1)
-    merged = write_merged(tmp_path / "merged", tiny_llama, adapter)
+    base = write_tiny_llama(tmp_path / "base", num_hidden_layers=5)
+    merged = write_merged(tmp_path / "merged", base, adapter)
     prompts = [prompt() for _ in range(3)]
-    given = {"policy": "kv-deviation(layers=0+1)", "recompute_ratio": 0.7}
+    given = {"policy": "kv-deviation(layers=1+2)", "recompute_ratio": 0.7}
     seen = []
-    for model, settings in ((tiny_llama, {**ADAPTERS, "max_loras": 2}), (merged, {})):
+    for model, settings in ((base, {**ADAPTERS, "max_loras": 2}), (merged, {})):
         llm, results = start(model, **SETTINGS | settings), []
         which = LoRARequest("adapter", 1, adapter) if settings else None
         sampling = greedy(1, detokenize=False)
@@ -150,8 +151,8 @@ def answers(llm, prompts, policy) -> list[Any]:
 
 @pytest.mark.parametrize("kv_heads", [4, 1], ids=["split heads", "more ranks than heads"])
 def test_two_ranks_keep_what_one_keeps(tmp_path, kv_heads):
-    model = write_tiny_llama(tmp_path, kv_heads, num_hidden_layers=5)
-    policy, prompts = "kv-deviation(layers=0+1+3)", [prompt() for _ in range(4)]
+    model = write_tiny_llama(tmp_path, kv_heads, num_hidden_layers=6)
+    policy, prompts = "kv-deviation(layers=1+2+3)", [prompt() for _ in range(4)]
     prompts += prompts[:1]  # what is remembered
     with EngineApart(model, ranks=2, **SETTINGS) as engine:
         two, reasons = engine.call(answers, prompts, policy)
