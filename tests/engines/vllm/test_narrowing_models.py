@@ -169,15 +169,17 @@ def test_a_model_whose_layers_do_not_allow_it_is_prefilled(tiny_deepseek):
     """vLLM's DeepSeek, on several ranks, gathers hidden states that are shorter than the positions."""
     prompts = [prompt() for _ in range(2)]
     with EngineApart(tiny_deepseek, ranks=2, **SETTINGS, **LATENT) as engine:
-        _, reasons = engine.call(answers, prompts, "kv-deviation(layers=0+1)")
-        ours = engine.call(greedy_answers, prompts, {"recompute_ratio": 0.7, "policy": "kv-deviation(layers=0+1)"})
-        theirs = engine.call(greedy_answers, prompts, {"chunk_cache": False})
+        ours, reasons = engine.call(
+            greedy_answers, prompts, {"recompute_ratio": 0.7, "policy": "kv-deviation(layers=0+1)"}
+        )
+        theirs, _ = engine.call(greedy_answers, prompts, {"chunk_cache": False})
     assert reasons == [[Fallback.SHRINKING_SET] * 2] * 2
     assert ours == theirs
 
 
 def greedy_answers(llm, prompts, params):
     tokens = []
+    llm.collective_rpc(note_fallbacks)
     for ids, boundaries in prompts:
         assert llm.reset_prefix_cache()
         given = params | ({} if "chunk_cache" in params else {"boundaries": boundaries})
@@ -185,4 +187,4 @@ def greedy_answers(llm, prompts, params):
             [{"prompt_token_ids": ids}], greedy(8, detokenize=False, params=given), use_tqdm=False
         )
         tokens.append(list(output.outputs[0].token_ids))
-    return tokens
+    return tokens, llm.collective_rpc(fallbacks_on)
