@@ -53,7 +53,7 @@ def write_tiny_granite(folder) -> str:
     return write_model(folder, GraniteForCausalLM(config))
 
 
-@pytest.fixture(params=["gemma", "granite", "latent", "transformers"])
+@pytest.fixture(params=["gemma", "granite", "latent"])
 def case(request, tmp_path):
     """A model, its engine's settings and a policy."""
     if request.param == "gemma":
@@ -61,11 +61,9 @@ def case(request, tmp_path):
         return model, {"window_tails": False}, "kv-deviation(layers=1+2+4)"
     if request.param == "granite":
         return write_tiny_granite(tmp_path), {}, "kv-deviation(part=v, layers=1+2+3)"
-    if request.param == "latent":
-        if not hasattr(AttentionBackendEnum, "CPU_MLA"):
-            pytest.skip("this release of vLLM has no MLA on CPUs")
-        return write_tiny_deepseek(tmp_path, layers=5), LATENT, "kv-deviation(layers=1+3)"
-    return write_tiny_llama(tmp_path, num_hidden_layers=5), {"model_impl": "transformers"}, "kv-deviation(layers=1+2)"
+    if not hasattr(AttentionBackendEnum, "CPU_MLA"):
+        pytest.skip("this release of vLLM has no MLA on CPUs")
+    return write_tiny_deepseek(tmp_path, layers=5), LATENT, "kv-deviation(layers=1+3)"
 
 
 def prompt():
