@@ -10,7 +10,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvmosaic.blend import policy_named
-from kvmosaic.engines.results import Fallback
 from kvmosaic.hf import LLM as HFEngine
 from tests.engines.vllm.helpers import (
     LATENT,
@@ -160,29 +159,3 @@ def test_two_ranks_keep_what_one_keeps(tmp_path, kv_heads):
         assert first == second == alone
         assert alone[1][-1]
         assert ours == theirs
-
-
-@pytest.mark.skipif(not hasattr(AttentionBackendEnum, "CPU_MLA"), reason="this release of vLLM has no MLA on CPUs")
-def test_a_model_whose_layers_do_not_allow_it_is_prefilled(tiny_deepseek):
-    """vLLM's DeepSeek, on several ranks, gathers hidden states that are shorter than the positions."""
-    prompts = [prompt() for _ in range(2)]
-    with EngineApart(tiny_deepseek, ranks=2, **SETTINGS, **LATENT) as engine:
-        ours, reasons = engine.call(
-            greedy_answers, prompts, {"recompute_ratio": 0.7, "policy": "kv-deviation(layers=0+1)"}
-        )
-        theirs, _ = engine.call(greedy_answers, prompts, {"chunk_cache": False})
-    assert reasons == [[Fallback.SHRINKING_SET] * 2] * 2
-    assert ours == theirs
-
-
-def greedy_answers(llm, prompts, params):
-    tokens = []
-    llm.collective_rpc(note_fallbacks)
-    for ids, boundaries in prompts:
-        assert llm.reset_prefix_cache()
-        given = params | ({} if "chunk_cache" in params else {"boundaries": boundaries})
-        [output] = llm.generate(
-            [{"prompt_token_ids": ids}], greedy(8, detokenize=False, params=given), use_tqdm=False
-        )
-        tokens.append(list(output.outputs[0].token_ids))
-    return tokens, llm.collective_rpc(fallbacks_on)
