@@ -43,7 +43,8 @@ test-vllm-quick: $(VENV)-vllm/.ready
 # The tests that depend on vLLM's internals, on several releases, each in a separate environment.
 VERSIONS ?= 0.23.0 0.26.0 0.29.0 0.32.0
 VERSION_TESTS := $(addprefix tests/engines/vllm/,test_contracts.py test_engine.py test_blend.py test_tiers.py \
-  test_scheduling.py test_slices.py test_prefix_blocks.py test_windows.py test_latent.py test_drafts.py)
+  test_scheduling.py test_slices.py test_prefix_blocks.py test_windows.py test_latent.py test_drafts.py test_lora.py \
+  test_quantised_cache.py test_beside.py ascend)
 test-versions: $(VERSIONS:%=test-version-%)
 test-version-%: $(VENV)-vllm-%/.ready servers
 	$(VENV)-vllm-$*/bin/python $(PYTEST) $(VERSION_TESTS)

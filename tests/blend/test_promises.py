@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.blend import POLICIES, Policy, Selection, choose, policy_named
+from kvmosaic.core.prompt import Span
 from tests.blend.drawn import SPECS, Drawn, contents, places
 
 RATIOS = st.floats(0.01, 0.99)
@@ -44,6 +45,15 @@ def test_a_choice_does_not_depend_on_content_that_the_policy_does_not_read(place
 @given(places(), contents(), st.sampled_from(SPECS), RATIOS)
 def test_policies_that_pick_starts_pick_nothing_else(place, content, spec, ratio):
     check_starts(policy_named(spec), Drawn(**place, **content), ratio)
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.can_skip_probe])
+def test_a_policy_that_can_skip_its_probe_spends_the_budget_without(name):
+    prompt = Drawn(lengths=[40] * 9, system=3, question=20, layers=30, full=range(30), seed=0)
+    prompt.asked = Span(prompt.asked.start, prompt.asked.start)
+    chosen = choose(policy_named(name), prompt, 0.4)
+    assert prompt.charged == 0
+    assert len(chosen.positions) == int(0.4 * prompt.chunk_tokens)
 
 
 @pytest.mark.parametrize("name", POLICIES)

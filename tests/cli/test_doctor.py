@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import kvmosaic
-from kvmosaic.cli.doctor import machine, model, settings
+from kvmosaic.cli.doctor import in_vllm, machine, settings
 from kvmosaic.cli.doctor.row import GIB
 from kvmosaic.cli.main import app
+from kvmosaic.engines.vllm.support import version_problem
 from tests.half_precision import pretend_cpu
 
 pytestmark = pytest.mark.timeout(180)
@@ -50,7 +51,7 @@ def same_cpu(monkeypatch, tmp_path_factory):
 def no_vllm(monkeypatch):
     """Rows are those of a machine without vLLM, even if vLLM is installed."""
     real = machine.find_spec
-    for module in (machine, model):
+    for module in (machine, in_vllm):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == "vllm" else real(name))
 
 
@@ -139,6 +140,8 @@ def test_a_vllm_that_is_broken_and_too_old(monkeypatch):
 def test_vllm_with_its_plugin_for_npus(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr("kvmosaic.engines.vllm.support.has_ascend", lambda: True)
+    # As if nothing were broken: tests/engines/vllm/test_doctor.py looks at a real vLLM.
+    monkeypatch.setattr(machine, "release_problems", lambda version: (version_problem(version), []))
     monkeypatch.setattr(machine, "_vllm_version", lambda: "0.23.0")
     rows = rows_of(status=1)
     assert rows["vLLM"][:2] == ("warn", "0.23.0, with vllm-ascend")
@@ -147,7 +150,7 @@ def test_vllm_with_its_plugin_for_npus(monkeypatch):
     monkeypatch.setattr(machine, "_vllm_version", lambda: "0.26.0")
     rows = rows_of(status=1)
     assert rows["vLLM"] == (
-        "fail",
+        "warn",
         "0.26.0",
         "vLLM 0.26.0 with vllm-ascend is not prepared; pip install vllm-ascend==0.23.0.post1",
     )

@@ -14,7 +14,7 @@ BAKERY = " ".join(f"The bakery in street {n} belongs to the Meyer sisters since 
 """Two documents that the examples read from files."""
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"\s+# .*")
-_INLINE = re.compile(r"`(kvmosaic [^`]+)`")
+_INLINE = re.compile(r"`(?:\w+=\S+ )*(kvmosaic [^`]+)`")
 
 
 @dataclass(frozen=True)

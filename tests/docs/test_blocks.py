@@ -16,9 +16,14 @@ from kvmosaic.cli.main import app
 from kvmosaic.core.config import load_config
 from tests.blend.drawn import Drawn
 from tests.docs.blocks import BAKERY, FERRY, ROOT, all_blocks, all_commands, block, inline_commands
+from tests.docs.claims import CHECKED, ENGINE, EXAMPLES, HERE, claims_about, commands
+from tests.engines.vllm import test_documented_commands, test_examples
+from tests.readers import readers_defaults
 
-ENGINE = "tests/engines/vllm/test_documented_commands.py"
-"""Runs blocks that need vLLM."""
+COMMAND = re.compile(
+    r"^ *(\$ )?(\w+=\S+ )*(\S*/)?(kvmosaic|make|python3?|pip|vllm|docker|kubectl|curl) ", re.MULTILINE
+)
+"""A line that looks like a command, with or without the sign of a prompt."""
 NOT_CODE = ("", "text")
 """Languages of drawings and printed tables."""
 PYTHON = {
@@ -28,19 +33,11 @@ PYTHON = {
     "docs/reference/http.md: client.chat.completions.create(": ENGINE,
     "docs/structures.md: from typing import Annotated, ClassVar": "here",
 }
-COMMANDS = [
-    (r"(\w+=\w+ )*(\.venv-vllm/bin/)?kvmosaic serve|vllm serve|curl|python examples/", ENGINE),
-    (r"kvmosaic (eval|calibrate|tune|store warm)\b", "here"),
-    (r"make ", "here"),
-    (r"(\w+=\w+ )*\.venv[-\w]*/bin/python -m pytest", "here"),
-    (r"export \w+=", "here"),
-    (r"python3 -m venv \.venv && \.venv/bin/pip install 'torch", "fetches torch from its own index"),
-    (r"pip install -e '\.\[vllm\]'", "needs a GPU"),
-    (r"python -m tests.ascend_report", "needs an NPU; tests/engines/vllm/ascend/test_report.py runs its parts"),
-    (r"mooncake_", "needs several machines; tests/store/servers.py starts both with other addresses"),
-    (r"docker|MODEL=\S+ docker|kubectl", "needs Docker or a cluster; tests/test_deploy.py checks the files"),
-]
-"""Patterns of commands, with the file that runs them, or the reason why they are not run."""
+LESS = {"eval": "--limit 1", "calibrate": "--limit 1 --ratios 0.15", "tune": "--minutes 0.3"}
+"""Options that are added to commands so that they take less time, by the command's first word."""
+MEASURES = [each for each in commands(HERE) if each.startswith("kvmosaic ")]
+SECRETS = [each for each in commands(HERE) if "$(openssl" in each]
+SEPARATORS = [each for each in commands(HERE) if "kvmosaic separator" in each]
 
 
 def test_every_python_block_is_run():
@@ -50,13 +47,23 @@ def test_every_python_block_is_run():
 def test_every_command_is_run_or_has_a_reason():
     assert all_commands()
     for command in all_commands():
-        assert sum(re.match(pattern, command) is not None for pattern, _ in COMMANDS) == 1, command
+        [claim] = claims_about(command)
+        assert claim.why or claim.how in (HERE, ENGINE, EXAMPLES), command
+
+
+def test_commands_that_are_said_to_be_run_are_run():
+    """Each file with tests has lists of the commands that it runs."""
+    assert {*MEASURES, *SECRETS, *SEPARATORS} == {*commands(HERE)}
+    assert {*commands(ENGINE)} == test_documented_commands.RUN
+    assert {command.removeprefix("python examples/").removesuffix(".py") for command in commands(EXAMPLES)} <= {
+        *test_examples.WITH_SERVER
+    }
 
 
 def test_every_other_block_has_a_language_that_is_checked():
     assert {each.language for each in all_blocks()} <= {"python", "console", "yaml", *NOT_CODE}
     for each in all_blocks():
-        assert each.language == "console" or "$ kvmosaic" not in each.code, each.name
+        assert each.language == "console" or not COMMAND.search(each.code), each.name
 
 
 @pytest.mark.parametrize(
@@ -84,18 +91,17 @@ def test_commands_in_sentences_exist(command):
         assert options <= known
 
 
-@pytest.mark.parametrize("command", [each for each in all_commands() if each.startswith("make ")])
-def test_targets_exist(command):
-    subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
-
-
-@pytest.mark.parametrize("command", [each for each in all_commands() if "pytest" in each])
-def test_files_of_tests_exist(command):
-    for path in re.findall(r"tests/[\w/.]+", command):
+@pytest.mark.parametrize("command", commands(CHECKED))
+def test_targets_and_files_of_tests_exist(command):
+    if "make " in command:
+        subprocess.run(["bash", "-c", f"{command} --dry-run"], cwd=ROOT, check=True, capture_output=True)
+    paths = re.findall(r"tests/[\w/.]+", command)
+    assert "make " in command or paths
+    for path in paths:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("command", [each for each in all_commands() if re.match(r"export \w+=\$\(openssl", each)])
+@pytest.mark.parametrize("command", SECRETS)
 def test_secrets_are_long_enough(command):
     variable = re.match(r"export (\w+)", command)[1]
     done = subprocess.run(
@@ -108,10 +114,10 @@ def test_secrets_are_long_enough(command):
 def documents(tmp_path, monkeypatch):
     """The files that the examples name, in the current folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KVMOSAIC_PROFILES_DIR", str(tmp_path / "profiles"))
     (tmp_path / "ferry.txt").write_text(FERRY)
     (tmp_path / "bakery.txt").write_text(BAKERY)
-    return tmp_path
+    with readers_defaults(tmp_path / "configuration"):
+        yield tmp_path
 
 
 @pytest.mark.slow
@@ -129,26 +135,19 @@ def test_the_example_of_a_policy():
     assert choose(known["Front"](most=2), prompt, 0.25).positions == (3, 4)
 
 
-LESS = {"eval": "--limit 1", "calibrate": "--limit 1 --ratios 0.15", "tune": "--minutes 0.3", "store": "--engine hf"}
-"""Options that are added to commands so that they take less time, by the command's first word."""
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("command", [each for each in all_commands() if re.match(COMMANDS[1][0], each)])
+@pytest.mark.parametrize("command", MEASURES)
 def test_commands_do_what_they_say(documents, command):
     """Targets that such short runs do not meet have exit status 1, and mistakes in options 2."""
     records = [FERRY, BAKERY]
-    for name in ("handbook", "articles"):
-        documents.joinpath(name).mkdir()
-        for number in range(10):
-            text = "\n\n".join(f"Chapter {number}, part {n}. {record}" for n in range(5) for record in records)
-            documents.joinpath(name, f"{number}.txt").write_text(text)
-    for name in ("faq.jsonl", "corpus.jsonl"):
-        documents.joinpath(name).write_text("".join(json.dumps({"text": record}) + "\n" for record in records))
+    documents.joinpath("handbook").mkdir()
+    for number in range(10):
+        text = "\n\n".join(f"Chapter {number}, part {n}. {record}" for n in range(5) for record in records)
+        documents.joinpath("handbook", f"{number}.txt").write_text(text)
+    documents.joinpath("faq.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in records))
     example = {"system": "Be brief.", "chunks": records, "question": "Who owns the bakery?", "answers": ["Meyer"]}
     documents.joinpath("FILE").write_text(json.dumps(example) + "\n")
-    command = command.replace("MODEL", "smollm2-135m").replace("/var/cache/kv", "kv")
-    command = re.sub(r" --vllm-options '[^']*'", "", command)  # the embedded engine has none
+    command = command.replace("MODEL", "smollm2-135m")
     words = [*shlex.split(command)[1:], *shlex.split(LESS[command.split()[1]])]
     done = subprocess.run([sys.executable, "-m", "kvmosaic.cli.main", *words], capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -157,7 +156,7 @@ def test_commands_do_what_they_say(documents, command):
 
 @pytest.mark.slow
 def test_the_separator(smollm2_folder):
-    [command] = [each for each in all_commands() if "kvmosaic separator" in each]
+    [command] = SEPARATORS
     run = f"{sys.executable} -m kvmosaic.cli.main separator {smollm2_folder}"
     script = command.replace("kvmosaic separator MODEL", run) + ' && echo "<$KVMOSAIC_CHUNK_SEPARATOR>"'
     done = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True)

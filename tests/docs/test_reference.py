@@ -11,6 +11,7 @@ from kvmosaic.core.config import CLIENT_PARAMETERS, SECRETS, ChunkCacheConfig
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.parameters import RequestParameters
 from kvmosaic.engines.vllm.telemetry.series import COUNTS, LEVELS
+from tests.docs.blocks import TEXTS
 
 PAGES = pages()
 
@@ -55,6 +56,13 @@ def test_metrics():
     cells = first_cells("reference/metrics.md")
     counters = [f"kvmosaic:{name}_total" for name in COUNTS]
     assert cells == [*counters, *(f"kvmosaic:{name}" for name in LEVELS), "kvmosaic:stage_seconds"]
+
+
+def test_metrics_that_texts_name():
+    known = {*first_cells("reference/metrics.md")}
+    found = {name for path in TEXTS for name in re.findall(r"\bkvmosaic:[a-z_]{3,}", path.read_text())}
+    assert found
+    assert found <= known
 
 
 @pytest.mark.parametrize("page", PAGES)

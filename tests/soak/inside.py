@@ -133,13 +133,14 @@ class BlockWatch:
         self._scheduled: list[Written] = []
         self._begun: list[tuple[str, int, np.ndarray, int]] = []
         self._waits: list[float] = []
+        self._stolen: list[float] = []
         self.planned = ""
         """Tokens that the latest step computes."""
         self.slow_calls: list[str] = []
         """What the threads of each rank did in long steps."""
         self.kept_waiting = 0.0
-        """Seconds until the latest step in which other programs had the processor that this engine was waiting
-        for."""
+        """Seconds until the latest step in which other programs, or other machines on the same host, had the
+        processor that this engine was waiting for. At most that: where both had it, the longer of the two counts."""
         schedule = self._scheduler.schedule
 
         def scheduling(*args: Any, **kwargs: Any) -> Any:
@@ -176,12 +177,12 @@ class BlockWatch:
     def after_step(self) -> list[Begun]:
         """Requests that the step began. Workers load their chunks before vLLM's own forward."""
         ranks = self._llm.collective_rpc(take_written)
-        waits = [seconds for _, _, seconds, _ in ranks]
+        waits, stolen = [seconds for _, _, seconds, _ in ranks], seconds_stolen()
         self.slow_calls += [f"rank {i}: {each}" for i, (*_, slow) in enumerate(ranks) for each in slow]
         if ranks[0][1]:
             self.planned += f", computed {ranks[0][1]} for these"
-        self.kept_waiting += max(now - before for now, before in zip(waits, self._waits or waits, strict=True))
-        self._waits = waits
+        self.kept_waiting += max(_growth(waits, self._waits), _growth(stolen, self._stolen))
+        self._waits, self._stolen = waits, stolen
         for together in ranks[0][0]:
             self._note(together)
         self._note(self._scheduled)
@@ -298,9 +299,24 @@ def resident_bytes() -> int:
 
 
 def seconds_kept_waiting() -> float:
-    """Seconds that this thread has waited for a processor so far, because others had it."""
+    """Seconds that this thread has waited for a processor so far, because other programs had it."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
     except OSError:
         return 0.0
+
+
+def seconds_stolen() -> list[float]:
+    """For each processor of a virtual machine, the seconds so far in which its host gave it to others."""
+    try:
+        with open("/proc/stat") as file:
+            lines = [line.split() for line in file if line.startswith("cpu")]
+    except OSError:
+        return []
+    return [int(line[8]) / os.sysconf("SC_CLK_TCK") for line in lines[1:]]  # the first one is all of them
+
+
+def _growth(now: list[float], before: list[float]) -> float:
+    """The largest growth of any of these numbers; 0 for the first ones."""
+    return max((new - old for new, old in zip(now, before, strict=False)), default=0.0)

@@ -57,7 +57,9 @@ def lives(minutes: float, seed: int) -> list[Life]:
         choices = {
             "miss_policy": drawn.choice(("background", "background", "fill-first")),
             "prefix_blocks": drawn.random() < 0.6,
-            "client_parameters": drawn.choice(("all", "all", "chunk_cache,recompute_ratio,policy,boundaries")),
+            "client_parameters": drawn.choice(
+                ("all", "all", "chunk_cache,recompute_ratio,policy,boundaries,documents")
+            ),
         }
         planned.append(
             Life(

@@ -45,13 +45,13 @@ class Answer:
 
 @dataclass
 class Stall:
-    """Time in which a request without chunks got no token."""
+    """Time in which a request without chunks got no token, or could not begin."""
 
     seconds: float
-    """Seconds that the engine was busy, without those in which other programs had the processor. Work of clients
-    between steps does not count, because they are in the engine's process only in this test."""
+    """Seconds that the engine was busy, without those in which other programs or other machines had the processor.
+    Work of clients between steps does not count, because they are in the engine's process only in this test."""
     with_others: float
-    """Seconds including the time of other programs."""
+    """Seconds including the time of others."""
     steps: int
     end: int
     """The step that ended it."""
@@ -73,6 +73,8 @@ class RoundOutcome:
     """Seconds of steps that compute as many tokens of plain prompts as possible."""
     stalls: list[Stall] = field(default_factory=list)
     """The longest ones."""
+    long_steps: list[Stall] = field(default_factory=list)
+    """The longest steps. A request that arrives during a step waits for its end."""
     is_plain: bool = False
     """Whether no request had chunks, for comparison."""
     slow_calls: list[str] = field(default_factory=list)
@@ -89,7 +91,7 @@ class _Running:
     since: float | None = None
     """Time of its last token, or of its arrival, by the engine's clock; ``None`` since it was preempted."""
     waited: float = 0.0
-    """Seconds that this thread had waited for a processor until then."""
+    """Seconds in which others had had the processor until then."""
     begun_at: int = 0
     """The step of that token."""
     preempted: int = 0
@@ -124,6 +126,7 @@ class Session:
         if self._random.random() < 0.4:
             self._engine.reset_prefix_cache()
         self._traffic.is_crowded = self._random.random() < 0.5
+        is_lonely = self._random.random() < 0.25  # each request runs alone
         self._measure_prefill()
         end = time.monotonic() + seconds
         faults = sorted(
@@ -134,9 +137,9 @@ class Session:
             if faults and time.monotonic() > busy_from + faults[0] * seconds:
                 faults.pop(0)
                 self._break_disk()
-            if not any(each.ask.kind == "plain" for each in self._running.values()):
+            if not is_lonely and not any(each.ask.kind == "plain" for each in self._running.values()):
                 self._add(self._traffic.innocent(self._random.randint(20, 60), 100))
-            wanted = MOST if self._traffic.is_crowded else self._random.randint(2, MOST)
+            wanted = 1 if is_lonely else MOST if self._traffic.is_crowded else self._random.randint(2, MOST)
             if len(self._running) < wanted and self._random.random() < 0.5:
                 self._add(self._traffic.next())
             self._step()
@@ -219,6 +222,7 @@ class Session:
             self._engine.abort_request([name])
             del self._running[name]
             self._outcome.aborted += 1
+        before, had_waited = self._busy, self._watch.kept_waiting
         outputs = self._timed(self._engine.step)()
         now = self._busy
         self._steps += 1
@@ -227,6 +231,9 @@ class Session:
             if begun.name in self._running:
                 self._running[begun.name].begins.append(begun)
         waited = self._watch.kept_waiting
+        took = now - before
+        step = Stall(took - (waited - had_waited), took, 1, self._steps, self._what_goes_on())
+        self._outcome.long_steps = _longest([*self._outcome.long_steps, step])
         preempted = preemptions(self._llm)
         for name, each in self._running.items():
             each.steps += 1
@@ -254,7 +261,7 @@ class Session:
             stalls = [stall for stall in self._outcome.stalls if stall.end != self._steps or stall.seconds > own]
             if all(stall.end != self._steps for stall in stalls):
                 stalls.append(Stall(own, wall, self._steps - running.begun_at, self._steps, self._what_goes_on()))
-            self._outcome.stalls = sorted(stalls, key=lambda stall: -stall.seconds)[:5]
+            self._outcome.stalls = _longest(stalls)
         running.since, running.waited, running.begun_at = now, waited, self._steps
 
     def _timed(self, function: Callable[..., T]) -> Callable[..., T]:
@@ -296,6 +303,10 @@ class Session:
             )
         )
         self._traffic.answered(ask, tokens)
+
+
+def _longest(stalls: list[Stall]) -> list[Stall]:
+    return sorted(stalls, key=lambda stall: -stall.seconds)[:5]
 
 
 def _sampling(ask: Ask) -> Any:

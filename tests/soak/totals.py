@@ -16,6 +16,32 @@ MOST_GROWTH = 96 * 2**20
 
 
 @dataclass
+class Waits:
+    """The longest times that requests waited for, of all lives."""
+
+    found: list[tuple[float, str, Stall]] = field(default_factory=list)
+    """In prefill steps of the same life, the name of the life, and more about it; the longest first."""
+    longest_plain: float = 0.0
+    """The longest one in rounds without chunks, in prefill steps."""
+    too_long: list[str] = field(default_factory=list)
+    """Lives with one that is too long, and longer than any of the same life's rounds without chunks."""
+
+    def add(self, name: str, unit: float, ours: list[Stall], plain: list[Stall]) -> None:
+        """Add those of a life: in rounds with chunks, and in ``plain`` ones. ``unit``: seconds of a prefill step."""
+        in_plain = max((stall.seconds / unit for stall in plain), default=0.0)
+        self.longest_plain = max(self.longest_plain, in_plain)
+        if any(stall.seconds / unit > max(MOST_STALL, in_plain) for stall in ours):
+            self.too_long.append(f"{name}; at most {in_plain:.1f} prefill steps without chunks")
+        found = [*self.found, *((stall.seconds / unit, name, stall) for stall in ours)]
+        self.found = sorted(found, key=lambda each: -each[0])[:8]
+
+    @property
+    def longest(self) -> float:
+        """The longest one in rounds with chunks, in prefill steps."""
+        return self.found[0][0] if self.found else math.nan
+
+
+@dataclass
 class Totals:
     """Totals over all lives."""
 
@@ -33,12 +59,10 @@ class Totals:
     steps: int = 0
     wrong: int = 0
     prefill_steps: list[float] = field(default_factory=list)
-    stalls: list[tuple[float, str, Stall]] = field(default_factory=list)
-    """The longest stalls, in prefill steps of the same life."""
-    longest_plain_stall: float = 0.0
-    """The longest stall in rounds without chunks."""
-    is_fluent: bool = True
-    """Whether no life had a stall that was too long."""
+    stalls: Waits = field(default_factory=Waits)
+    """Times in which a request without chunks got no token."""
+    long_steps: Waits = field(default_factory=Waits)
+    """Single steps. A request that arrives during a step waits for its end."""
     growth: float = 0.0
     """Largest growth of memory in any life, in bytes."""
     slow_calls: list[str] = field(default_factory=list)
@@ -60,13 +84,10 @@ class Totals:
         self.prefill_steps += steps
         if len(steps) > 1:
             unit = statistics.quantiles(steps, n=10)[-1]  # long ones of both kinds are compared
-            plain = [stall.seconds / unit for each in rounds if each.is_plain for stall in each.stalls]
-            ours = [stall for each in rounds if not each.is_plain for stall in each.stalls]
-            self.longest_plain_stall = max([self.longest_plain_stall, *plain])
-            self.is_fluent &= all(stall.seconds / unit <= max([MOST_STALL, *plain]) for stall in ours)
-            self.stalls += [(stall.seconds / unit, name, stall) for stall in ours]
-            self.stalls.sort(key=lambda found: -found[0])
-            del self.stalls[8:]
+            for waits, of in ((self.stalls, "stalls"), (self.long_steps, "long_steps")):
+                found = [(each.is_plain, stall) for each in rounds for stall in getattr(each, of)]
+                plain = [stall for is_plain, stall in found if is_plain]
+                waits.add(name, unit, [stall for is_plain, stall in found if not is_plain], plain)
         states = [outcome.state for outcome in rounds if outcome.state]
         if states:
             self.evicted += states[-1]["evictions"]
@@ -82,18 +103,15 @@ class Totals:
                 self.problems.append(f"{name}: threads grew from {threads[len(threads) // 3]} to {threads[-1]}")
 
     @property
-    def longest_stall(self) -> float:
-        """The longest stall, in prefill steps."""
-        return self.stalls[0][0] if self.stalls else math.nan
-
-    @property
     def is_right(self) -> bool:
         tried = self.preempted > 0 and self.evicted > 0 and self.restarts > 0
-        return tried and not self.wrong and not self.problems and self.is_fluent
+        too_long = self.stalls.too_long + self.long_steps.too_long
+        return tried and not self.wrong and not self.problems and not too_long
 
     def table(self) -> str:
         """The totals as a Markdown table."""
         steps = self.prefill_steps or [math.nan]
+        halting = {*self.stalls.too_long, *self.long_steps.too_long}
         rows = {
             "seed": f"{self.seed}",
             "minutes": f"{self.minutes:.1f}",
@@ -111,8 +129,11 @@ class Totals:
             "wrong answers": f"{self.wrong}",
             "other problems": f"{len(self.problems)}",
             "a prefill step": f"{statistics.median(steps) * 1e3:.0f} ms, at most {max(steps) * 1e3:.0f} ms",
-            "longest stall of a request without chunks": f"{self.longest_stall:.1f} prefill steps",
-            "the same while no request has chunks": f"{self.longest_plain_stall:.1f} prefill steps",
+            "longest stall of a request without chunks": f"{self.stalls.longest:.1f} prefill steps",
+            "longest stall while no request has chunks": f"{self.stalls.longest_plain:.1f} prefill steps",
+            "longest single step": f"{self.long_steps.longest:.1f} prefill steps",
+            "longest single step while no request has chunks": f"{self.long_steps.longest_plain:.1f} prefill steps",
+            "lives with a stall or step that is too long": f"{len(halting)}",
         }
         lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
         return "\n".join(lines)
@@ -120,11 +141,13 @@ class Totals:
     def details(self) -> str:
         """The problems and the longest stalls."""
         lines = [f"- {problem}" for problem in self.problems]
-        lines += [
-            f"- stall of {ratio:.1f} prefill steps ({stall.seconds * 1e3:.0f} ms; {stall.with_others * 1e3:.0f} ms "
-            f"with what others had the processor for) over {stall.steps} step(s), {name}: {stall.during}"
-            for ratio, name, stall in self.stalls
-        ]
+        for what, waits in (("stall", self.stalls), ("step", self.long_steps)):
+            lines += [
+                f"- {what} of {ratio:.1f} prefill steps ({stall.seconds * 1e3:.0f} ms; with others' time "
+                f"{stall.with_others * 1e3:.0f} ms) over {stall.steps} step(s), {name}: {stall.during}"
+                for ratio, name, stall in waits.found
+            ]
+            lines += [f"- {what}s that are too long: {name}" for name in waits.too_long]
         lines += [f"- a long step, {each}" for each in self.slow_calls]
         return "\n".join(lines)
 

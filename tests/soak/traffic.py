@@ -4,13 +4,16 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvmosaic.core.token_bytes import Tokenizer
 
 Kind = Literal["plain", "exact", "reuse", "blend", "junk"]
 """Kind of a request: without chunks; all chunk tokens recomputed; none recomputed; some recomputed; invalid
 parameters."""
+
+Marks = Literal["separator", "boundaries", "names"]
+"""How requests say where their documents are: by a separator in the prompt, by positions, or by their texts."""
 
 SEPARATOR = " # # "
 ANSWER, TURN = "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>user\n"
@@ -57,7 +60,7 @@ class Conversation:
     tokens: list[int]
     parts: list[tuple[int, int]]
     """System prompt and documents, and possibly text between them."""
-    by_separator: bool
+    marks: Marks
     salt: str | None
     turns_left: int
     ratio: float
@@ -130,7 +133,7 @@ class Traffic:
         return Conversation(
             tokens=system,
             parts=[(0, len(system))],
-            by_separator=self.random.random() < 0.5,
+            marks=self.random.choice(get_args(Marks)),
             salt=self._salt(),
             turns_left=self.random.randint(1, 5),
             ratio=ratio,
@@ -148,15 +151,19 @@ class Traffic:
                 parts.append((parts[-1][1], len(tokens)))
             parts.append((len(tokens), len(tokens) + len(document)))
             tokens += document
-        tokens += self.tokenizer.encode(SEPARATOR + self._words(self.random.randint(2, 12)) + ANSWER)
+        question = self._words(self.random.randint(2, 12))
+        tokens += self.tokenizer.encode(SEPARATOR + question + ANSWER)
         if len(tokens) > self._longest:
             return self._plain()
         talk.parts = parts
         params: dict[str, Any] = {"recompute_ratio": talk.ratio, "policy": talk.policy}
         if self.random.random() < 0.3:
             params["report"] = True
-        if not talk.by_separator:
+        if talk.marks == "boundaries":
             params["boundaries"] = [*parts, (parts[-1][1], len(tokens))]
+        elif talk.marks == "names":
+            params["documents"] = [self.tokenizer.decode(tokens[start:end]) for start, end in parts[1:]]
+            params |= {"question": question} if self.random.random() < 0.5 else {}
         ask = Ask(_kind(talk.ratio), tokens, params, talk.salt, self._outputs(), self._abort(), talk)
         self._recent.append(ask)
         return ask

@@ -19,8 +19,18 @@ from store_helpers import make_entry, same
 from kvmosaic.core.config import load_config
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
-from kvmosaic.store import ChunkStorageManager, CorruptEntryError, DiskTier, HostTier, MissReason, open_store
+from kvmosaic.store import (
+    ChunkStorageManager,
+    CorruptEntryError,
+    DiskTier,
+    HostTier,
+    MissReason,
+    known_tiers,
+    open_store,
+)
+from kvmosaic.store.tiers import disk, guarded
 from kvmosaic.store.tiers.disk import INCOMING, SET_ASIDE, entry_path
+from kvmosaic.store.tiers.guarded import GuardedTier
 
 PLENTY = 2**30
 ENTRY = make_entry(3)
@@ -419,3 +429,40 @@ def test_forgery_is_faithful(tmp_path: Path) -> None:
     assert found is not None
     assert same(found, ENTRY)
     assert json.loads(forged(ENTRY)[8:].split(b"}}")[0] + b"}}")
+
+
+def test_a_long_key_is_named_briefly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = replace(ENTRY.key, model="m" * 100_000)
+    planted(tmp_path, forged(ENTRY, {"key": str(other)}))
+    tier = DiskTier(tmp_path, PLENTY)
+    assert not list(tier.scan())
+    assert tier.set_aside == 1
+    assert "another key" in caplog.text
+    assert len(caplog.text) < 2000
+
+
+def test_only_so_many_planted_entries_are_learnt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are found when they are asked for, and what is known is not forgotten."""
+    monkeypatch.setattr(known_tiers, "MAX_LISTED", 5)
+    monkeypatch.setattr(guarded, "PAGE", 3)
+    monkeypatch.setattr(disk, "SORTED_AT_ONCE", 2)
+    entries = [make_entry(number) for number in range(9)]
+    tier = DiskTier(tmp_path, PLENTY)
+    for entry in entries:
+        tier.put(entry)
+    assert {info.key for info in GuardedTier(tier, "the disk").scan()} == {entry.key for entry in entries}
+    store = open_store(load_config(disk_path=tmp_path, host_memory=PLENTY))
+    assert len(list(store.scan())) == 5
+    assert len(store.take_changes()) == 5
+    for entry in entries:
+        assert store.lookup(entry.key, entry.tokens, entry.context).entry is not None
+    assert len(list(store.scan())) == 9
+    assert store._stack._list(1)
+    assert len(list(store.scan())) == 9
+    assert caplog.text.count("has more than 5 entries") == 1
+    store.clear()
+    store.flush()
+    assert not list(tier.scan())
+    store.close()

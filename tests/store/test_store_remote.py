@@ -1,6 +1,7 @@
 """Remote tiers, on real servers: several processes, calls for many keys, and protection against foreign values."""
 
 import logging
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from remote_servers import Mooncake, Valkey
+from remote_servers import DEADLINE_S, Mooncake, Valkey
 from safetensors.torch import load
 from store_helpers import make_entry, same
 
@@ -19,9 +20,10 @@ from kvmosaic.core.heads import HeadShare
 from kvmosaic.core.key import ChunkKey
 from kvmosaic.store import ChunkStorageManager, CorruptEntryError, HostTier, LookupResult, MissReason, open_store
 from kvmosaic.store.codec import decode, encode
-from kvmosaic.store.remote.keys import group_of, parse_remote_key, remote_key
+from kvmosaic.store.remote.keys import group_of, names_of, parse_remote_key, remote_key
 from kvmosaic.store.remote.mooncake import MooncakeClient
 from kvmosaic.store.seal import ANY_ENTRY, Seal
+from kvmosaic.store.tiers import remote as remote_module
 from kvmosaic.store.tiers.remote import RemoteTier, open_remote_tier
 
 pytestmark = pytest.mark.usefixtures("one_mooncake_client")
@@ -343,3 +345,28 @@ def test_2048_keys_are_looked_up_in_one_or_two_calls(tier: RemoteTier, monkeypat
     assert sum(tier.holds(wanted)) == 32
     assert sum(calls) == 2048
     assert len(calls) <= 2
+
+
+def test_a_listing_remembers_only_so_many_names(valkey_server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody planted many, all well-formed; and one that is longer than any of ours."""
+    tier = open_remote_tier(valkey_server.url, DEADLINE_S)
+    tier.delete_all([info.key for info in tier.scan()])
+    keys = [replace(make_entry(1).key, content_hash=number.to_bytes(16, "big")) for number in range(30_000)]
+    long = replace(keys[0], model="m" * 5000)
+    names = [name for key in (*keys, long) for name in names_of(key)]
+    for start in range(0, len(names), 1000):
+        page = names[start : start + 1000]
+        tier._client.put(page, [lambda: [memoryview(b"x")]] * len(page))
+    monkeypatch.setattr(remote_module, "MAX_SEEN", 2000)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    listed = bytearray(len(keys))
+    for info in tier.scan():
+        assert info.key.model != long.model
+        listed[int.from_bytes(info.key.content_hash, "big")] = 1
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert all(listed)
+    assert peak - before < 2 * 2**20
+    tier._client.delete(names)
+    tier.close()

@@ -59,7 +59,8 @@ class AssembledPrompt(ABC):
         """Layers whose attention sees every earlier token, ascending."""
         self.chunk_tokens = sum(map(len, prompt.chunks))
         self.asked = Span(question.start, min(question.end, question.start + PROBE_TOKENS))
-        """The part of the question that :meth:`question_attention` computes; empty if an engine has no room."""
+        """The part of the question that :meth:`question_attention` computes; empty if an engine has no room or no
+        time for a probe."""
         self.charged = 0
 
     @abstractmethod
@@ -121,6 +122,8 @@ class Policy(ABC):
     picks_starts: ClassVar[bool] = False
     """Whether only the first tokens of chunks are chosen. In their own chunk these see only each other, so layers
     with a sliding window need only the end of a chunk."""
+    can_skip_probe: ClassVar[bool] = False
+    """Whether it also chooses tokens for a prompt that it may not probe, whose ``asked`` is empty."""
     keeps_ratio: ClassVar[bool] = True
     """Whether the choice, with its probes, costs no more than the ratio allows."""
 

@@ -23,6 +23,7 @@ class Composite(Policy):
 
     name: ClassVar[str] = "composite"
     reads_content: ClassVar[bool] = True
+    can_skip_probe: ClassVar[bool] = True
     first: Annotated[int, Field(ge=0, lt=2**31)] = 4
     reach: Annotated[float, Field(gt=0, le=1e9)] = 16.0
     runs: Annotated[int, Field(ge=1, lt=2**31)] = 256

@@ -35,6 +35,12 @@ class AdminKey:
         secret = given.partition(b":")[2]
         return hmac.compare_digest(hashlib.sha256(secret).digest(), self._digest) and scheme.lower() == "basic"
 
+    @property
+    def page_pass(self) -> str:
+        """A text that only processes with the secret know. With it, the HTTP server asks the engine for reports that
+        clients may not have."""
+        return hmac.new(self._digest, b"reports for the page", hashlib.sha256).hexdigest()
+
     @classmethod
     def from_environment(cls) -> "AdminKey | None":
         """The key, if it is set. Raises a :class:`ConfigError` if it is too short."""

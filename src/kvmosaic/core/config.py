@@ -100,8 +100,8 @@ class ChunkCacheConfig(BaseSettings):
     key."""
     window_tails: bool = True
     """Whether the vLLM engine stores, for layers with a sliding window, only the KV that tokens after a chunk can
-    see. No effect if recompute_ratio and policy recompute tokens inside chunks, as the defaults do: then all KV is
-    stored."""
+    see. The setting has no effect if policy and ratio recompute tokens inside chunks, as the defaults do; all KV is
+    stored in that case."""
     self_test: bool = True
     """Whether engines compare reuse with exact references at start, and disable reuse if the results differ."""
     entry_dtype: Literal["auto", "int8"] = "auto"
@@ -147,13 +147,11 @@ class ChunkCacheConfig(BaseSettings):
         """Names of the parameters that requests may have, including those that the server adds itself."""
         added = {"documents", "question", "seams"} if self.sources - {"images", "auto"} else set()
         added |= {"question"} if self.chunk_separator else set()
-        added |= {"report"} if self.chunk_page else set()
         return _names(self.client_parameters, CLIENT_PARAMETERS) | added
 
     @property
     def clients_get_reports(self) -> bool:
-        """Whether clients may have reports. The page has them in any case, and the server then hides them from
-        clients."""
+        """Whether clients may have reports. The page has them in any case."""
         return "report" in _names(self.client_parameters, CLIENT_PARAMETERS)
 
     @property

@@ -22,6 +22,8 @@ its own first tokens, and its keys are those of a passage among others, not thos
 
 LEARNED = "learned:"
 """Prefix of a ``sink_prefix`` setting that names the file of a learned sink."""
+DOCUMENT = "document"
+"""``sink_prefix`` setting of the neutral text."""
 PARAGRAPH = "\n\n"
 """Separator between the passages of the neutral text if none is set."""
 
@@ -42,10 +44,10 @@ def sink_tokens(
         return []
     bos = [] if bos_token_id is None else [bos_token_id]
     # ``document`` is the default, and engines without a tokenizer must start with the defaults.
-    if setting == "bos" or (setting == "document" and encode is None):
+    if setting == "bos" or (setting == DOCUMENT and encode is None):
         return bos
     if encode is None:
         raise ConfigError(f"sink_prefix={setting!r}: a text needs a tokenizer; use 'bos' or 'none'")
-    if setting == "document":
+    if setting == DOCUMENT:
         return [*bos, *encode((separator or PARAGRAPH).join(_DOCUMENT))]
     return list(encode(setting))

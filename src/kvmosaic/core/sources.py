@@ -20,6 +20,8 @@ _TOOL_ROLES = ("tool", "function")
 _SYSTEM_ROLES = ("system", "developer")
 MAX_LOOKS = 64 * MAX_DOCUMENTS
 """Maximum number of values of the ``documents`` field that are looked at, including lists and objects."""
+MAX_PARTS = 16 * MAX_DOCUMENTS
+"""Maximum number of messages and parts of messages, including those of tool results, that are looked at."""
 MAX_LOOKED_THROUGH = 2**20
 """Maximum number of characters in which the beginnings of questions are searched for. If there are more, all
 beginnings count."""
@@ -48,6 +50,23 @@ def find_sources(
     """
     names = (without_label(text) for source, text in _texts(body) if source in wanted)
     return Sources(tuple(islice(_each_once(names, min_length), most)), _question(body))
+
+
+def has_too_many_parts(body: Mapping[str, Any]) -> bool:
+    """Whether a request's ``body`` has more than :data:`MAX_PARTS` messages and parts. A client may send millions of
+    empty ones, and :func:`find_sources` and :func:`find_seams` look at each of them."""
+    left = MAX_PARTS
+    lists = [body.get(name) for name in ("messages", "input", "system")]
+    while lists:
+        value = lists.pop()
+        if isinstance(value, dict):  # a message, or a part of one
+            lists += (value.get(name) for name in ("content", "output", "source"))
+        elif isinstance(value, list):
+            left -= len(value)
+            if left < 0:
+                return True
+            lists += value
+    return False
 
 
 def find_seams(body: Mapping[str, Any], documents: Sequence[str]) -> list[Seam]:

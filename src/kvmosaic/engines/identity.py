@@ -9,7 +9,7 @@ from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.learned_sink import LearnedSink
 from kvmosaic.core.prompt import ChunkedPrompt
-from kvmosaic.core.sink import LEARNED, sink_tokens
+from kvmosaic.core.sink import DOCUMENT, LEARNED, sink_tokens
 from kvmosaic.models.sink_file import load_sink
 
 _WHERE_AND_WHO = ("_name_or_path", "transformers_version")
@@ -45,8 +45,17 @@ def sink_of(
     ``None`` if there is none."""
     if config.sink_prefix.startswith(LEARNED):
         return () if learned is None else learned.tokens
+    return _encoded(config.sink_prefix, config, bos_token_id, tokenizer)
+
+
+def text_sink(config: ChunkCacheConfig, bos_token_id: int | None, tokenizer: Any) -> tuple[int, ...]:
+    """The sink prefix that a model would have without a learned one, as tokens."""
+    return _encoded(DOCUMENT, config, bos_token_id, tokenizer)
+
+
+def _encoded(setting: str, config: ChunkCacheConfig, bos_token_id: int | None, tokenizer: Any) -> tuple[int, ...]:
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
-    return tuple(sink_tokens(config.sink_prefix, config.chunk_separator, bos_token_id, encode))
+    return tuple(sink_tokens(setting, config.chunk_separator, bos_token_id, encode))
 
 
 def chunk_context(setting: str, prompt: ChunkedPrompt, sink: Sequence[int]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class Fallback(str, Enum):
     PROMPT_EMBEDS = "prompt-embeds"
     """The prompt is not given by token ids."""
     MULTIMODAL = "multimodal"
-    """All chunks are behind an image, or an input of another kind, that is left to vLLM."""
+    """All chunks come after an image, or an input of another kind, that is left to vLLM."""
     EVERY_TOKEN_WANTED = "every-token-wanted"
     """Prompt logprobs and pooling need hidden states that reuse does not compute."""
     WINDOW = "window"
@@ -60,7 +60,7 @@ class Fallback(str, Enum):
 
 @dataclass(frozen=True)
 class ChunkReport:
-    """What happened to one chunk of a prompt."""
+    """Outcome of one chunk of a prompt."""
 
     span: Span
     status: ChunkStatus

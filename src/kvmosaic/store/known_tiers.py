@@ -5,6 +5,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 from kvmosaic.core.entry import ChunkKV, KVFormat
 from kvmosaic.core.key import ChunkKey
@@ -17,6 +19,17 @@ from kvmosaic.store.unreadable import Unreadable
 logger = logging.getLogger(__name__)
 
 SETTLE_TRIES = 10
+MAX_LISTED = 2**19
+"""Maximum number of entries of a tier that are learnt from a listing. Somebody who can write to the tier may plant
+any number of well-formed names, each of which costs this process about a kilobyte."""
+
+
+class Listing(NamedTuple):
+    """The entries of a tier."""
+
+    entries: list[EntryInfo]
+    is_whole: bool
+    """Whether these are all."""
 
 
 class KnownTiers:
@@ -47,6 +60,8 @@ class KnownTiers:
         """Guards index, policies and counters. Never held during a call to a slow tier.
         Order: this lock, then the writer's."""
         self._failing: set[tuple[str, str]] = set()
+        self._overfull: set[str] = set()
+        """Tiers that had too many entries to list."""
         self.unreadable = Unreadable()
         self.due = DueClears()
         self.doomed: dict[tuple[int, ChunkKey], None] = {}
@@ -222,13 +237,24 @@ class KnownTiers:
             return self.size(level, key) is not None
         return tier.is_up and self._is_readable(level, key) and self.index.holds(key, tier.name)
 
-    def scan(self, tier: Tier) -> list[EntryInfo] | None:
-        """All entries of a tier; ``None`` when it fails."""
+    def scan(self, tier: Tier) -> Listing | None:
+        """The entries of a tier, at most :data:`MAX_LISTED`; ``None`` when it fails."""
         try:
-            return list(tier.scan())
+            entries = list(islice(tier.scan(), MAX_LISTED + 1))
         except TIER_ERRORS as error:
             self.complain(tier, "list its entries", error)
             return None
+        if len(entries) <= MAX_LISTED:
+            return Listing(entries, is_whole=True)
+        if tier.name not in self._overfull:
+            self._overfull.add(tier.name)
+            logger.warning(
+                "the %s tier has more than %d entries; the others are found only when they are asked for or written "
+                "again, and do not count in its budget",
+                tier.name,
+                MAX_LISTED,
+            )
+        return Listing(entries[:MAX_LISTED], is_whole=False)
 
     def delete(self, tier: Tier, keys: Sequence[ChunkKey]) -> None:
         """Delete entries from a tier. A failure is logged."""

@@ -44,7 +44,7 @@ def open_store(
             tiers.append(disk)
         except OSError as error:
             logger.warning(
-                "no disk tier: cannot use disk_path=%s (%s); entries live in memory only until it names a "
+                "no disk tier: cannot use disk_path=%s (%s); entries are kept in memory only; set disk_path to a "
                 "directory that can be created and read",
                 config.disk_path,
                 error,

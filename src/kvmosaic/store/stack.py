@@ -180,12 +180,14 @@ class TierStack:
         if there is None:
             return False
         with self.lock:
-            for info in there:
+            for info in there.entries:
                 if not self.known.is_leaving(level, info.key):  # evicted or cleared since it was listed
                     self.known.adopt(level, info.key, info.nbytes)
                     self.index.describe(info.key, info.kind, since=info.since)
+            if not there.is_whole:
+                return True
             known = [key for key, record in self.index if self.tiers[level].name in record.nbytes]
-        listed = {info.key for info in there}
+        listed = {info.key for info in there.entries}
         for key in known:
             if key not in listed:
                 self.known.forget(level, key)

@@ -70,6 +70,16 @@ def one_engine_at_a_time():
         yield
 
 
+@pytest.fixture(autouse=True)
+def patience(request, monkeypatch):
+    """Requests wait for slower tiers as long as they may: the disk of a busy machine can be slower than a tiny
+    model's prefill."""
+    if request.node.get_closest_marker("engine"):
+        from tests.engines.vllm.helpers import set_patience
+
+        set_patience(monkeypatch, 30.0)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """A tiny Llama without a tokenizer, so prompts are tokens."""
@@ -92,6 +102,14 @@ def tiny_deepseek(tmp_path_factory):
     from tests.engines.vllm.tiny import write_tiny_deepseek
 
     return write_tiny_deepseek(tmp_path_factory.mktemp("models") / "deepseek")
+
+
+@pytest.fixture(scope="session")
+def tiny_mixture(tmp_path_factory):
+    """A tiny Qwen3 with a mixture of experts, without a tokenizer."""
+    from tests.engines.vllm.tiny import write_tiny_mixture
+
+    return write_tiny_mixture(tmp_path_factory.mktemp("models") / "mixture")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from kvmosaic.blend import choose
 from kvmosaic.core.config import load_config
 from kvmosaic.engines.vllm.compat.weights import loaded_model
 from kvmosaic.engines.vllm.paged.pair_reader import block_reader
-from kvmosaic.engines.vllm.scheduler_side import backlog, waiting
+from kvmosaic.engines.vllm.scheduler_side import backlog, patience, waiting
 from kvmosaic.engines.vllm.worker_side import blender
 from kvmosaic.vllm import LLM
 
@@ -149,7 +149,11 @@ def same(ours: RequestOutput, theirs: RequestOutput, tolerance: float = 1e-3) ->
             assert step[token].logprob == pytest.approx(other[token].logprob, abs=tolerance)
 
 
-def exact(output: RequestOutput) -> tuple[list[int], list[dict[int, float]]]:
+Exact = tuple[list[int], list[dict[int, float]]]
+"""Tokens of an answer, and the probabilities of the likeliest tokens at each step."""
+
+
+def exact(output: RequestOutput) -> Exact:
     """The tokens of an answer and the probabilities of the likeliest tokens, for comparison to the last bit."""
     said = output.outputs[0]
     return list(said.token_ids), [{token: each.logprob for token, each in step.items()} for step in said.logprobs]
@@ -158,7 +162,12 @@ def exact(output: RequestOutput) -> tuple[list[int], list[dict[int, float]]]:
 def close(ours: RequestOutput, theirs: RequestOutput) -> None:
     """Check that two answers have the same tokens. Numbers that were computed in other pieces may be rounded
     differently."""
-    (mine, mine_steps), (yours, yours_steps) = exact(ours), exact(theirs)
+    near(exact(ours), exact(theirs))
+
+
+def near(ours: Exact, theirs: Exact) -> None:
+    """Check the same of what :func:`exact` returned for two answers."""
+    (mine, mine_steps), (yours, yours_steps) = ours, theirs
     assert mine == yours
     for token, a, b in zip(mine, mine_steps, yours_steps, strict=True):
         assert a[token] == pytest.approx(b[token], abs=1e-3)
@@ -490,8 +499,10 @@ def judge_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[bool]:
 
 
 def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Set how long a request waits for its chunks."""
+    """Set how long a request waits for its chunks, whatever was measured."""
     monkeypatch.setattr(waiting, "PATIENCE_SECONDS", seconds)
+    for name in ("MOST_SECONDS", "LEAST_SECONDS"):
+        monkeypatch.setattr(patience, name, seconds)
 
 
 def set_overdue(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

@@ -168,6 +168,7 @@ def _start(model: str, with_cache: bool, settings: dict[str, Any]) -> Any:
     from vllm.model_executor.models import registry
     from vllm.v1.executor import multiproc_executor
 
+    from kvmosaic.engines.vllm.scheduler_side import patience
     from kvmosaic.vllm import LLM
     from tests.engines.vllm.helpers import OURS, SMALL, learn_nothing
 
@@ -177,6 +178,7 @@ def _start(model: str, with_cache: bool, settings: dict[str, Any]) -> Any:
         shm_broadcast.sched_yield = utils.sched_yield = _rest
     if not with_cache:
         return vllm.LLM(model, **SMALL | settings)
+    patience.LEAST_SECONDS = patience.MOST_SECONDS  # as conftest.py does it
     llm = LLM(model, enable_chunk_cache=True, **SMALL | OURS | settings)
     llm.collective_rpc(learn_nothing)
     return llm

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-START_SECONDS = 400
+START_SECONDS = 900
 
 
 @contextmanager
@@ -44,7 +44,11 @@ def served_by(command: list[str], log: Path, **environment: str) -> Iterator[str
         yield url
     finally:
         server.terminate()
-        server.wait(60)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:  # a server that is just starting may lose the signal
+            server.kill()
+            raise
 
 
 def _is_up(url: str) -> bool:

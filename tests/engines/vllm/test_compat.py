@@ -1,19 +1,32 @@
 """Small parts of ``compat``, without an engine."""
 
-from dataclasses import fields, make_dataclass
+from dataclasses import fields, make_dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
-from kvmosaic.engines.vllm.compat.cache import keeping_all_tokens, unsupported_latent
+from kvmosaic.engines.vllm.compat.cache import (
+    keeping_all_tokens,
+    served_cache,
+    unsupported_cache,
+    unsupported_latent,
+)
 from kvmosaic.engines.vllm.compat.layers import _Announced
 
 SIZES = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 WINDOWED = SlidingWindowSpec(sliding_window=20, block_size=16, **SIZES)
 WHOLE = FullAttentionSpec(block_size=64, **SIZES)
+NARROW = replace(WHOLE, num_kv_heads=1)
 
 
 def test_layers_with_a_window_keep_all_tokens_if_others_do():
@@ -43,3 +56,38 @@ def test_latent_attention_that_loses_contexts_is_refused(monkeypatch, use_mla, i
     monkeypatch.setattr(MLACommonPrefillMetadata, "ChunkedContextMetadata", context)
     config = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla), use_v2_model_runner=is_v2)
     assert len(unsupported_latent(config)) == (use_mla and is_v2 and is_by_order)
+
+
+DRAFT = SimpleNamespace(draft_model_config=SimpleNamespace(model="owner/draft"))
+
+
+def with_layers(draft, **specs):
+    """A configuration of a model of two layers, and the cache that vLLM makes for layers of these specs."""
+    models = {"m": "model", "d": "draft_model"}
+    names = {f"{models[name[0]]}.layers.{name[1:]}": spec for name, spec in specs.items()}
+    whole = UniformTypeKVCacheSpecs.from_specs(names)
+    if whole is None:
+        groups = [KVCacheGroupSpec([name], spec) for name, spec in names.items()]
+    else:
+        groups = [KVCacheGroupSpec([*names], whole)]
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=2))
+    return SimpleNamespace(speculative_config=draft, model_config=model), KVCacheConfig(10, [], groups)
+
+
+@pytest.mark.parametrize("name", ["d0", "m2"])
+def test_a_draft_model_of_another_shape_changes_nothing_for_the_model(name):
+    config, caches = with_layers(DRAFT, m0=WHOLE, m1=WHOLE, **{name: NARROW})
+    [group] = served_cache(config, caches).kv_cache_groups
+    assert (group.layer_names, group.kv_cache_spec) == (["model.layers.0", "model.layers.1"], WHOLE)
+    assert unsupported_cache(config, caches) == []
+    config.speculative_config = None
+    assert "this model" in unsupported_cache(config, caches)[0]
+
+
+def test_layers_of_the_model_that_differ_are_refused_with_any_draft_model():
+    assert "this model" in unsupported_cache(*with_layers(DRAFT, m0=WHOLE, m1=NARROW, m2=WHOLE))[0]
+
+
+def test_a_draft_model_in_a_group_of_its_own_is_refused_by_its_name():
+    [line] = unsupported_cache(*with_layers(DRAFT, m0=WHOLE, m2=WINDOWED))
+    assert "owner/draft" in line

@@ -1,4 +1,4 @@
-"""The examples: each runs as its reader would run it, and reuses documents in its last request."""
+"""The examples: each runs as its reader would run it, with the defaults, and reuses documents in its last request."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm.server import serving
+from tests.readers import readers_defaults
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -19,11 +20,17 @@ WITH_SERVER = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def defaults(tmp_path_factory):
+    with readers_defaults(tmp_path_factory.mktemp("configuration")):
+        yield
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     options = "--max-model-len 2048 --enable-prompt-tokens-details --client-parameters all"
     log = tmp_path_factory.mktemp("serve") / "log"
-    with serving("smollm2-135m", log, *options.split(), KVMOSAIC_MISS_POLICY="fill-first") as url:
+    with serving("smollm2-135m", log, *options.split()) as url:
         yield url
 
 
@@ -55,8 +62,7 @@ def test_with_a_server(url, name):
 
 
 def test_without_a_server():
-    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "KVMOSAIC_MISS_POLICY": "fill-first"}
-    check_reuse(printed("offline_batch", **more))
+    check_reuse(printed("offline_batch", VLLM_CPU_KVCACHE_SPACE="1"))
 
 
 def test_all_are_run():

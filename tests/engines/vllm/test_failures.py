@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.scheduler_side import waiting
 from tests.engines.vllm.helpers import (
     PART,
@@ -117,6 +118,55 @@ def test_a_worker_that_fails(llm, documents, errors, monkeypatch, stage, params)
     close(after, plain_answer(llm, ids))
     assert is_idle(llm)
     assert worker_side().cache.get_stats()["pinned"] == 0
+
+
+@pytest.mark.parametrize("is_in_slices", [False, True])
+def test_a_request_that_always_fails_is_prefilled_alone(llm, errors, monkeypatch, is_in_slices):
+    """Its chosen tokens cannot be computed, together with others or alone. The other request of the step is served as
+    without the failure."""
+    documents, mark = [draw(length) for length in (40, 70, 55)], 505
+    bad, bad_boundaries = join([[mark] * 45, *documents, draw(7)])
+    good, good_boundaries = join([draw(45), documents[0], documents[2], draw(7)])
+    ours = {"recompute_ratio": 0.5, "policy": "random"}
+    ask(llm, bad, boundaries=bad_boundaries, recompute_ratio=0)
+    [expected] = ask(llm, good, boundaries=good_boundaries, **ours)
+    assert llm.reset_prefix_cache()
+    side, marked, counted = worker_side(), [], []
+    compute, count = side.paged.compute, side.stats.count_alike
+
+    def failing(runs, *given):
+        marked.extend(run.blocks for run in runs if mark in run.tokens)
+        is_bad = any(run.blocks in marked for run in runs)
+        return fail() if is_bad and len(runs) > 1 else compute(runs, *given)
+
+    def counting(name, *about):
+        counted.append((name, *about))
+        count(name, *about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(side.paged, "compute", failing)
+        patch.setattr(side.stats, "count_alike", counting)
+        if is_in_slices:
+            patch.setattr(scheduler_side(llm)._admission, "is_long", lambda *_: True)
+            patch.setattr(scheduler_side(llm)._admission, "slice_tokens", lambda *_: 60)
+            llm.llm_engine.add_request("decodes", {"prompt_token_ids": draw(20)}, greedy(40))
+        prompts = [{"prompt_token_ids": ids} for ids in (bad, good)]
+        params = [
+            greedy(8, logprobs=3, detokenize=False, params={"boundaries": each, **ours})
+            for each in (bad_boundaries, good_boundaries)
+        ]
+        outputs = {}
+        for name, prompt, each in zip("ab", prompts, params, strict=True):
+            llm.llm_engine.add_request(name, prompt, each)
+        while llm.llm_engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+    assert "compute" in errors
+    assert [reason for name, reason, *_ in counted if name == "fallbacks"] == [Fallback.ERROR]
+    close(outputs["a"], plain_answer(llm, bad))
+    close(outputs["b"], expected)
+    assert is_idle(llm)
+    assert not side.loader.slices
+    assert not side.loader.slices._loads
 
 
 def test_chunks_that_cannot_be_stored_are_used_once(llm, errors, monkeypatch):

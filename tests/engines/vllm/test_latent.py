@@ -14,10 +14,12 @@ from tests.engines.vllm.helpers import (
     HAS_AMX,
     LATENT,
     OURS,
+    PART,
     ask,
     chosen_last,
     core_scheduler,
     draw,
+    forget,
     greedy,
     join,
     plain_answer,
@@ -60,7 +62,7 @@ def llm(tiny_deepseek, request):
     with pytest.MonkeyPatch.context() as patch:
         if GPU:  # the other runner is refused with vLLM 0.26
             patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-        yield start(tiny_deepseek, num_gpu_blocks_override=200, **SETTINGS | request.param)
+        yield start(tiny_deepseek, num_gpu_blocks_override=200, prefix_blocks=True, **SETTINGS | request.param)
 
 
 @pytest.fixture
@@ -148,6 +150,19 @@ def test_documents_are_reused_in_another_order_under_another_system_prompt(llm):
     [output] = ask(llm, ids, boundaries=boundaries, report=True)
     assert statuses(output) == ["cached"] * len(LENGTHS)
     assert report(output)["reused_tokens"] == sum(LENGTHS)
+
+
+def test_exact_prefixes_come_back(llm, rounding):
+    """Not to the last bit: vLLM computes a prompt behind a context in another way than a whole one."""
+    tokens = draw(2 * PART + 40)
+    [first] = ask(llm, tokens)
+    forget(llm)
+    [again] = ask(llm, tokens)
+    assert again.num_cached_tokens == 2 * PART
+    same(again, first, rounding if is_rough(llm) else 1e-3)
+    forget(llm)
+    [moved] = ask(llm, [*draw(5), *tokens])
+    assert moved.num_cached_tokens == 0
 
 
 def test_short_runs_come_first(llm, monkeypatch):

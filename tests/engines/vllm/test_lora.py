@@ -2,22 +2,28 @@
 by its weights."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvmosaic.engines.vllm.compat.adapters import with_adapter
 from kvmosaic.engines.vllm.scheduler_side import idle_fills
 from tests.engines.vllm.helpers import (
+    LATENT,
+    SMALL,
     adapter_manager,
     draw,
     exact,
     greedy,
     join,
     measure_nothing,
+    near,
     note_adapters,
     report,
     same,
@@ -42,34 +48,51 @@ LAYERS, RANK = 3, 8
 LENGTHS = (21, 33, 48, 64)
 SETTINGS = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_num_batched_tokens": 512}
 ADAPTERS = {"enable_lora": True, "max_lora_rank": RANK}
-PARTS = {"q_proj": 256, "v_proj": 128}
-"""Projections that adapters change, and their outputs: two of a packed module, of which the third has no adapter."""
+Parts = dict[str, tuple[int, int]]
+"""Projections that adapters change, with the numbers of their inputs and outputs."""
+PARTS: Parts = {"q_proj": (256, 256), "v_proj": (256, 128)}
+"""Two of a packed module, of which the third has no adapter."""
+LATENT_PARTS: Parts = {"q_proj": (128, 4 * (128 + 64)), "kv_a_proj_with_mqa": (128, 512 + 64), "o_proj": (512, 128)}
+"""Those of the tiny DeepSeek. The second one makes the latent, which is cached."""
 
 
-def write_adapter(folder: Path, seed: int, alpha: int = RANK) -> str:
-    """Write an adapter in PEFT's format that changes the attention of all layers strongly."""
+def write_adapter(
+    folder: Path,
+    seed: int,
+    alpha: int = RANK,
+    parts: Parts = PARTS,
+    layers: int = LAYERS,
+    model: str = "model",
+) -> str:
+    """Write an adapter in PEFT's format that changes the attention of all layers strongly. ``model``: name of the
+    part of a checkpoint that has the layers."""
     chance = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(LAYERS):
-        for part, outputs in PARTS.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
-            weights[f"{name}.lora_A.weight"] = torch.randn(RANK, 256, generator=chance) * 0.1
+    for layer in range(layers):
+        for part, (inputs, outputs) in parts.items():
+            name = f"base_model.model.{model}.layers.{layer}.self_attn.{part}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(RANK, inputs, generator=chance) * 0.1
             weights[f"{name}.lora_B.weight"] = torch.randn(outputs, RANK, generator=chance) * 0.1
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha, "target_modules": [*PARTS], "bias": "none"}
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha, "target_modules": [*parts], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return str(folder)
 
 
-def write_merged(folder: Path, base: str, adapter: str) -> str:
+def write_adapters(folder: Path, **changes: Any) -> list[LoRARequest]:
+    """Write three adapters."""
+    return [LoRARequest(f"adapter {n}", n, write_adapter(folder / str(n), n, **changes)) for n in (1, 2, 3)]
+
+
+def write_merged(folder: Path, base: str, adapter: str, parts: Parts = PARTS) -> str:
     """Write a model whose weights include an adapter's."""
     folder.mkdir()
     (folder / "config.json").write_bytes((Path(base) / "config.json").read_bytes())
     weights = load_file(Path(base) / "model.safetensors")
     added = load_file(Path(adapter) / "adapter_model.safetensors")
     for layer in range(LAYERS):
-        for part in PARTS:
+        for part in parts:
             name = f"model.layers.{layer}.self_attn.{part}"
             a, b = (added[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
             weights[f"{name}.weight"] += b @ a
@@ -77,17 +100,43 @@ def write_merged(folder: Path, base: str, adapter: str) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-    return [LoRARequest(f"adapter {n}", n, write_adapter(folder / str(n), n)) for n in (1, 2, 3)]
+@dataclass(frozen=True)
+class Kind:
+    """A kind of attention."""
+
+    model: str
+    """Name of the fixture that writes a model."""
+    parts: Parts
+    settings: dict[str, Any]
+
+
+KINDS = {
+    "heads": Kind("tiny_llama", PARTS, SETTINGS),
+    # Without chunked prefill, which vLLM does not have for latent attention on CPUs, a step is as long as a prompt.
+    "latent": Kind("tiny_deepseek", LATENT_PARTS, SETTINGS | {"max_model_len": 512, **LATENT}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS if hasattr(AttentionBackendEnum, "CPU_MLA") else ["heads"])
+def kind(request):
+    return KINDS[request.param]
 
 
 @pytest.fixture(scope="module")
-def roomy(tiny_llama, adapters):
+def model(kind, request):
+    return request.getfixturevalue(kind.model)
+
+
+@pytest.fixture(scope="module")
+def adapters(kind, tmp_path_factory):
+    return write_adapters(tmp_path_factory.mktemp("adapters"), parts=kind.parts)
+
+
+@pytest.fixture(scope="module")
+def roomy(kind, model, adapters):
     """An engine with more places than adapters. On CPUs, vLLM 0.32 gives requests without an adapter the weights of
     the last place, which are zeros here."""
-    llm = start(tiny_llama, **ADAPTERS, max_loras=3, **SETTINGS)
+    llm = start(model, **ADAPTERS, max_loras=3, **kind.settings)
     for which in adapters[:2]:
         ask(llm, [([5, 6, 7], [])], [which])  # the first request has the adapter loaded
     return llm
@@ -203,10 +252,10 @@ def test_fills_of_an_adapter_wait_for_it_and_are_dropped(roomy, adapters, monkey
     assert not waiting_fills(roomy)
 
 
-def test_preempted_requests_resume_with_their_adapter(tiny_llama, adapters):
+def test_preempted_requests_resume_with_their_adapter(kind, model, adapters):
     """The blocks do not suffice for all requests."""
-    little = {"num_gpu_blocks_override": 26, "max_model_len": 512}
-    llm = start(tiny_llama, **ADAPTERS, max_loras=3, **SETTINGS | little)
+    little = {"num_gpu_blocks_override": 832 // (SMALL | kind.settings)["block_size"], "max_model_len": 512}
+    llm = start(model, **ADAPTERS, max_loras=3, **kind.settings | little)
     for which in adapters[:2]:
         ask(llm, [([5, 6, 7], [])], [which])
     asked = [(two_orders()[0], which) for which in (*adapters[:2], None, *adapters[:2])]
@@ -218,9 +267,9 @@ def test_preempted_requests_resume_with_their_adapter(tiny_llama, adapters):
     assert sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions") > 0
 
 
-def test_nothing_is_evicted_or_activated_by_us(tiny_llama, adapters, monkeypatch):
+def test_nothing_is_evicted_or_activated_by_us(kind, model, adapters, monkeypatch):
     """With vLLM's defaults, one adapter is active and one is in memory. Three adapters take turns."""
-    llm = start(tiny_llama, **ADAPTERS, **SETTINGS | {"miss_policy": "background"})
+    llm = start(model, **ADAPTERS, **kind.settings | {"miss_policy": "background"})
     measure_nothing(monkeypatch)
     set_overdue(monkeypatch, 0.0)
     seen = note_adapters(monkeypatch)
@@ -295,17 +344,17 @@ def test_digests_are_those_of_what_is_loaded(tiny_llama, tmp_path):
     assert worker_side().adapters._loaded[1].digest == known[1]
 
 
-def test_chunks_are_those_of_the_model_with_the_adapter_merged(tiny_llama, adapters, tmp_path):
+def test_chunks_are_those_of_the_model_with_the_adapter_merged(kind, model, adapters, tmp_path):
     first, second = two_orders()
     cases = [(prompt, ratio) for prompt in (first, second) for ratio in (0.0, 0.4)]
     answers, entries = [], []
-    llm = start(tiny_llama, **ADAPTERS, max_loras=2, **SETTINGS)
+    llm = start(model, **ADAPTERS, max_loras=2, **kind.settings)
     ask_one(llm, ([5, 6, 7], []), adapters[0])
     base = [ask_one(llm, prompt, None, policy="random", recompute_ratio=ratio) for prompt, ratio in cases]
     llm.collective_rpc("chunk_cache_clear")
-    models = [(llm, adapters[0]), (write_merged(tmp_path / "merged", tiny_llama, adapters[0].lora_path), None)]
-    for model, which in models:
-        engine = start(model, **SETTINGS) if which is None else model
+    merged = write_merged(tmp_path / "merged", model, adapters[0].lora_path, kind.parts)
+    for which in (adapters[0], None):
+        engine = llm if which is not None else start(merged, **kind.settings)
         answers.append(
             [ask_one(engine, prompt, which, policy="random", recompute_ratio=ratio) for prompt, ratio in cases]
         )
@@ -329,14 +378,12 @@ def reused_with(llm, first, second, which):
 
 
 @pytest.mark.long
-def test_two_ranks_know_an_adapter_as_one_does(tiny_llama, adapters):
+def test_two_ranks_know_an_adapter_as_one_does(kind, model, adapters):
     first, second = two_orders()
-    with EngineApart(tiny_llama, ranks=2, **ADAPTERS, **SETTINGS) as engine:
+    with EngineApart(model, ranks=2, **ADAPTERS, **kind.settings) as engine:
         two, told, digests = engine.call(reused_with, first, second, adapters[0])
-    one, _, [alone] = reused_with(start(tiny_llama, **ADAPTERS, **SETTINGS), first, second, adapters[0])
+    one, _, [alone] = reused_with(start(model, **ADAPTERS, **kind.settings), first, second, adapters[0])
     assert told == ["cached"] * len(LENGTHS)
     assert digests == [alone, alone]
-    for (mine, mine_steps), (yours, yours_steps) in zip(two, one, strict=True):
-        assert mine == yours
-        for token, a, b in zip(mine, mine_steps, yours_steps, strict=True):
-            assert a[token] == pytest.approx(b[token], abs=1e-3)
+    for mine, yours in zip(two, one, strict=True):
+        near(mine, yours)

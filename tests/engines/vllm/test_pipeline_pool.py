@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvmosaic.engines.vllm.scheduler_side import waiting
-from tests.engines.vllm.helpers import draw, start
+from tests.engines.vllm.helpers import draw, set_patience, start
 from tests.engines.vllm.processes import EngineApart
 from tests.engines.vllm.test_shared_pool import (
     FILLED,
@@ -77,7 +76,7 @@ def test_one_stage_and_two_serve_what_the_other_computed(model, pool, monkeypatc
         check(two, case.sets[0], (case.answers[0], FILLED))
         assert two.call(on_ranks, flush) == [("0-3of4L0-1", 0), ("0-3of4L2-3", 0)], two.said()
 
-        monkeypatch.setattr(waiting, "PATIENCE_SECONDS", 600)
+        set_patience(monkeypatch, 600)
         one = start(model, **pooled(pool.url))
         settle(one)
         assert ask_twice(one, case.sets[0]) == (case.answers[0], FROM_POOL), two.said()

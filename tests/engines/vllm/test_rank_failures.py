@@ -32,8 +32,8 @@ STAGES = {
     "fetch": ("fetcher", "kept_for"),
 }
 """Places where rank 1 fails, as paths from the worker's side."""
-TWICE_IS_FATAL = ("metadata", "compute")
-"""Stages that end the engine, like vLLM's own forward, if they fail twice in a row."""
+ALWAYS_IS_FATAL = ("metadata", "compute")
+"""Stages that end the engine, like vLLM's own forward, if not even plain text can be computed."""
 PROBES = [
     {"recompute_ratio": 1.0},
     {"recompute_ratio": 0.5, "policy": "composite(asking=1)"},
@@ -82,7 +82,7 @@ def faulty_answers(llm: Any, stages: dict[str, tuple[str, ...]], seeds: list[lis
             ids, boundaries = join([[20 + number] * 40, *documents[: 2 + number % 2], [7, 8, 9]])
             other = documents[number][:10] * 30
             assert llm.reset_prefix_cache(reset_connector=stage == "clear")
-            llm.collective_rpc(_Fault(path, 1 if stage in TWICE_IS_FATAL else 1000))
+            llm.collective_rpc(_Fault(path, 1 if stage in ALWAYS_IS_FATAL else 1000))
             if stage == "clear":
                 assert llm.reset_prefix_cache(reset_connector=True)
             ours = greedy(6, detokenize=False, params={**params, "boundaries": boundaries})

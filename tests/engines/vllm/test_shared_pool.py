@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvmosaic.engines.vllm.scheduler_side import waiting
+from kvmosaic.engines.vllm.scheduler_side import patience
 from kvmosaic.store.tiers.remote import open_remote_tier
 from tests.engines.vllm.helpers import (
     PART,
@@ -16,7 +16,7 @@ from tests.engines.vllm.helpers import (
     greedy,
     join,
     report,
-    scheduler_side,
+    set_patience,
     start,
     store,
     worker_side,
@@ -109,8 +109,7 @@ def be_patient(llm: Any) -> None:
     """Let requests wait for the pool without a limit. On a busy machine, two ranks may need more than half a minute
     to fetch anything, and the request would be served plainly, with other answers. For an engine in a separate
     process."""
-    waiting.PATIENCE_SECONDS = 600
-    scheduler_side(llm).prefixes._patience = 600
+    patience.MOST_SECONDS = patience.LEAST_SECONDS = 600
 
 
 def settle(llm: Any) -> None:
@@ -174,7 +173,7 @@ def test_each_size_serves_what_the_other_computed(tmp_path, tiny_llama, case, ki
             conversation = two.call(converse, case.openings[0])
             assert two.call(on_ranks, flush) == [("0-1of4L0-2", 0), ("2-3of4L0-2", 0)]
 
-            monkeypatch.setattr(waiting, "PATIENCE_SECONDS", 600)
+            set_patience(monkeypatch, 600)
             one = start(tiny_llama, **pooled(pool.url))  # finds all entries when it starts
             settle(one)
             assert ask_twice(one, case.sets[0]) == (case.answers[0], FROM_POOL), two.said()

@@ -1,10 +1,10 @@
-"""Long blends while other requests decode: they run in slices, so that no request waits for a whole blend, and
-answers stay the same."""
+"""Long blends run in slices, so that no request waits for a whole blend, and answers stay the same."""
 
 import random
 
 import pytest
 
+from kvmosaic.engines.vllm.scheduler_side import admission
 from tests.engines.vllm.helpers import (
     SMALL,
     block_pool,
@@ -68,12 +68,18 @@ def until_idle(llm):
 @pytest.mark.parametrize(
     ("policy", "ratio"), [("composite", 0.5), ("sink-link", 0.5), ("sink-link", 0.9), ("composite", 1.0)]
 )
-def test_answers_are_those_of_one_step(llm, documents, policy, ratio):
+def test_answers_are_those_of_one_step(llm, documents, policy, ratio, monkeypatch):
     for number in range(3):
         ids, boundaries = request(documents)
         params = {"boundaries": boundaries, "policy": policy, "recompute_ratio": ratio}
-        add(llm, "alone", ids, **params)
-        alone, few = finish(llm, "alone")
+        with monkeypatch.context() as patch:
+            patch.setattr(admission, "LONE_SHARE", 100.0)
+            add(llm, "alone", ids, **params)
+            alone, few = finish(llm, "alone")
+        llm.reset_prefix_cache()
+        add(llm, "in steps", ids, **params)
+        in_steps, some = finish(llm, "in steps")
+        same(in_steps, alone)
         llm.reset_prefix_cache()
         for other in range(2):
             add(llm, f"other-{other}", draw(40), 200, chunk_cache=False)
@@ -84,7 +90,9 @@ def test_answers_are_those_of_one_step(llm, documents, policy, ratio):
         assert among.num_cached_tokens == alone.num_cached_tokens
         assert among.kv_transfer_params == alone.kv_transfer_params
         recomputed = ratio * CHUNK * CHUNKS
-        assert many >= few + recomputed / STEP - 1, f"{recomputed} tokens in {many - few} more steps, prompt {number}"
+        for steps in (some, many):
+            more = steps - few
+            assert more >= recomputed / STEP - 1, f"{recomputed} tokens in {more} more steps, prompt {number}"
         llm.llm_engine.abort_request([f"other-{other}" for other in range(2)])
         until_idle(llm)
         llm.reset_prefix_cache()
@@ -119,6 +127,27 @@ def test_a_question_that_begins_a_block(llm, documents, policy, lends, monkeypat
     add(llm, "alone", ids, **params)
     same(among, finish(llm, "alone")[0])
     until_idle(llm)
+
+
+def test_beside_others_a_choice_that_would_take_long_is_made_without_a_probe(llm, documents):
+    """Otherwise all text before the question would be computed in one step."""
+    ids, boundaries = request(documents, system=STEP)
+    add(llm, "other", draw(40), 100, chunk_cache=False)
+    llm.llm_engine.step()
+    params = {"boundaries": boundaries, "recompute_ratio": 0.6}
+    add(llm, "among others", ids, policy="composite(asking=1)", **params)
+    among, _ = finish(llm, "among others")
+    until_idle(llm)
+    report = among.kv_transfer_params
+    assert (report["mode"], report["probed"]) == ("reuse", False)
+    llm.reset_prefix_cache()
+    add(llm, "starts", ids, policy="sink-link", **params)
+    starts, _ = finish(llm, "starts")
+    same(among, starts)
+    assert report["recomputed"] == starts.kv_transfer_params["recomputed"]
+    llm.reset_prefix_cache()
+    add(llm, "alone", ids, policy="composite(asking=1)", **params)  # the other choice was not remembered
+    assert finish(llm, "alone")[0].kv_transfer_params["probed"] is True
 
 
 def test_others_get_a_token_with_every_slice(llm, documents):

@@ -113,11 +113,48 @@ def put_from(folder):
     return lambda llm: llm.collective_rpc("apply_model", args=(put,))
 
 
-@pytest.mark.parametrize(("change", "which"), [(load_from, 0), (reload_from, 1), (put_from, 0)])
-def test_kv_of_other_weights_is_not_served(tiny_llama, folders, prompts, change, which):
+def write_from(folder):
+    """The same, by a function that is sent to the worker."""
+
+    def write(worker):
+        for name, value in load_file(Path(folder) / "model.safetensors").items():
+            if loadable(name):
+                worker.get_model().get_parameter(name).data.copy_(value)
+
+    return lambda llm: llm.collective_rpc(write)
+
+
+class Trainer:
+    """An extension of vLLM's worker."""
+
+    def train(self, folder):
+        for name, value in load_file(Path(folder) / "model.safetensors").items():
+            if loadable(name):
+                self.model_runner.model.get_parameter(name).data.copy_(value)
+
+
+def train_from(folder):
+    """The same, by a method of an extension class."""
+    return lambda llm: llm.collective_rpc("train", args=(folder,))
+
+
+EXTENDED = {"worker_extension_cls": f"{__name__}.Trainer"}
+
+
+@pytest.mark.parametrize(
+    ("change", "which", "more"),
+    [
+        (load_from, 0, {}),
+        (reload_from, 1, {}),
+        (put_from, 0, {}),
+        (write_from, 0, {}),
+        (train_from, 0, EXTENDED),
+    ],
+)
+def test_kv_of_other_weights_is_not_served(tiny_llama, folders, prompts, change, which, more):
     other = folders[which]
     with_others = answers(start(other, **SETTINGS), prompts)
-    llm = start(tiny_llama, **SETTINGS)
+    llm = start(tiny_llama, **SETTINGS, **more)
     before = answers(llm, prompts)
     pinned = [info.key.content_hash.hex() for info in store().scan()]
     assert all(llm.collective_rpc("chunk_cache_pin", args=(digest, True)) == [1] for digest in pinned)

@@ -14,6 +14,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCABULARY = 512
@@ -112,6 +114,34 @@ def write_tiny_deepseek(folder: Path, layers: int = 3) -> str:
     return write_model(folder, DeepseekV2ForCausalLM(config))
 
 
+def write_tiny_mixture(folder: Path) -> str:
+    """Write a tiny model in which each token uses two of eight experts in every layer."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.08)
+    model.save_pretrained(folder)  # writes each expert's weights under its own names, as real checkpoints have them
+    return str(folder)
+
+
 def write_tiny_eagle(folder: Path, target: str) -> str:
     """Write an EAGLE head of one layer for a Llama model, whose embeddings and hidden states it reads."""
     config = LlamaConfig.from_pretrained(target, num_hidden_layers=1)
@@ -123,6 +153,27 @@ def write_tiny_eagle(folder: Path, target: str) -> str:
         if name.startswith("model.layers.") and "input_layernorm" not in name
     }
     kept["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.08
+    save_file(kept, folder / "model.safetensors")
+    return str(folder)
+
+
+def write_tiny_eagle3(folder: Path, target: str) -> str:
+    """Write an EAGLE-3 head for a Llama model. It reads the hidden states of three of the model's layers."""
+    config = LlamaConfig.from_pretrained(target, num_hidden_layers=1)
+    write_model(folder, LlamaForCausalLM(config))
+    changes = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config.vocab_size}
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | changes))
+    weights = load_file(folder / "model.safetensors")
+    size, kept = config.hidden_size, {"lm_head.weight": weights["lm_head.weight"]}
+    for name, tensor in weights.items():
+        if name.startswith("model.layers.0."):
+            kept[name.replace("model.layers.0.", "midlayer.")] = tensor
+    for part in ("q_proj", "k_proj", "v_proj"):  # they also read the embedding of the next token
+        name = f"midlayer.self_attn.{part}.weight"
+        kept[name] = torch.randn(len(kept[name]), 2 * size) * 0.08
+    kept |= {"midlayer.hidden_norm.weight": torch.ones(size), "norm.weight": torch.ones(size)}
+    kept["fc.weight"] = torch.randn(size, 3 * size) * 0.08
     save_file(kept, folder / "model.safetensors")
     return str(folder)
 

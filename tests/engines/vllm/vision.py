@@ -73,9 +73,11 @@ def ask(
     chunks: tuple[int, ...] = (),
     uuids: list[str] | None = None,
     salt: str | None = None,
+    adapter: Any = None,
     **params: Any,
 ) -> Any:
-    """The answer to a prompt of which ``chunks``, by index, are chunks, besides images."""
+    """The answer to a prompt of which ``chunks``, by index, are chunks, besides images. ``adapter``: vLLM's
+    ``LoRARequest``."""
     given, places = prompt(family, *parts)
     if uuids is not None:
         given["multi_modal_uuids"] = {"image": uuids}
@@ -84,7 +86,7 @@ def ask(
     if chunks:
         params["boundaries"] = boundaries(places, chunks)
     sampling = greedy(8, logprobs=3, detokenize=False, params={"report": True, **params})
-    [output] = llm.generate([given], sampling, use_tqdm=False)
+    [output] = llm.generate([given], sampling, lora_request=adapter, use_tqdm=False)
     assert len(output.prompt_token_ids) == places[-1][1]
     return output
 

@@ -12,6 +12,7 @@ import kvmosaic
 from kvmosaic.cli.doctor.row import GIB, Row, reason
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16
+from kvmosaic.engines.vllm.arguments import release_problems
 from kvmosaic.engines.vllm.support import ASCEND_UNTRIED, version_problem
 
 
@@ -96,12 +97,7 @@ def vllm() -> Iterator[Row]:
         advice = f"only the embedded engine works; for serving, in a clone of kvmosaic: {how}"
         yield Row("vLLM", "warn", "not installed", advice)
         return
-    version = _vllm_version()
-    problem = version_problem(version)
-    verdict: Literal["ok", "warn", "fail"] = "fail" if problem else "ok"
-    if problem == ASCEND_UNTRIED:
-        verdict, version = "warn", f"{version}, with vllm-ascend"
-    yield Row("vLLM", verdict, version, problem or "")
+    yield _release_row(_vllm_version())
     from kvmosaic.engines.vllm.arguments import CONNECTOR_MODULE, WORKER
 
     for check, qualified in (("vLLM connector", f"{CONNECTOR_MODULE}.ChunkConnector"), ("vLLM worker", WORKER)):
@@ -111,6 +107,20 @@ def vllm() -> Iterator[Row]:
             yield Row(check, "ok", f"{name}, a {base.__name__}")
         except Exception as error:  # vLLM's modules fail in many ways if its build does not match the machine
             yield Row(check, "fail", "cannot be imported", f"{reason(error)}; reinstall vLLM for this machine")
+
+
+def _release_row(version: str) -> Row:
+    """Row about the release, as an engine judges it at start: the chunk cache is used in an untested one, unless it
+    broke something."""
+    try:
+        problem, broken = release_problems(version)
+    except Exception as error:  # vLLM's modules fail in many ways if its build does not match the machine
+        problem, broken = version_problem(version), [reason(error)]
+    if broken:
+        return Row("vLLM", "fail", version, f"the chunk cache would be off: {problem}; {'; '.join(broken)}")
+    if problem == ASCEND_UNTRIED:
+        version = f"{version}, with vllm-ascend"
+    return Row("vLLM", "ok" if problem is None else "warn", version, problem or "")
 
 
 def _vllm_version() -> str:

@@ -1,17 +1,16 @@
-"""Checks of a model: its configuration, and whether vLLM supports it."""
+"""Checks of a model: its configuration and its chat template."""
 
 from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvmosaic.cli.doctor.in_vllm import Served, dtype_name
 from kvmosaic.cli.doctor.machine import device_pool
-from kvmosaic.cli.doctor.row import Row, guard, reason
+from kvmosaic.cli.doctor.row import Row, guard
 from kvmosaic.core.config import ChunkCacheConfig
-from kvmosaic.engines.precision import WHY_FLOAT32, cpu_runs_bfloat16, needs_float32
-from kvmosaic.engines.vllm.support import QUANTISED, cache_dtype, images_problem, unsupported
+from kvmosaic.engines.precision import cpu_runs_bfloat16, needs_float32
 
 if TYPE_CHECKING:  # importing it for real takes seconds, which `kvmosaic --help` should not
     import torch
@@ -23,19 +22,14 @@ STATE_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid
 """Kinds of layers, by transformers' names, that carry a state from token to token."""
 
 
-def model_rows(name: str, settings: ChunkCacheConfig, ranks: int, stages: int) -> Iterator[Row]:
-    """Rows about a model, for vLLM with ``stages`` pipeline stages of ``ranks`` tensor-parallel ranks each."""
-    source = _find(name)
-    if isinstance(source, Row):
-        yield source
-        return
-    vllm_config, vllm_rows = _in_vllm(source, settings, ranks, stages)
-    yield from guard("model", _describe(source, vllm_config, settings, ranks, stages))
+def model_rows(source: str, settings: ChunkCacheConfig, served: Served) -> Iterator[Row]:
+    """Rows about a model that :func:`find` found."""
+    yield from guard("model", _describe(source, settings, served))
     yield _chat_template(source, settings)
-    yield from vllm_rows
+    yield from served.rows
 
 
-def _find(name: str) -> str | Row:
+def find(name: str) -> str | Row:
     """The folder or hub name to load, as by :func:`kvmosaic.models.resolve`; a row if it is not on this machine."""
     from kvmosaic.models import CATALOG, installed
 
@@ -59,49 +53,9 @@ def _find(name: str) -> str | Row:
     return Row("model", "warn", "not on this machine, not checked", fetch)
 
 
-def _in_vllm(source: str, settings: ChunkCacheConfig, ranks: int, stages: int) -> tuple[Any, list[Row]]:
-    """The configuration that vLLM makes from ``kvmosaic serve``'s arguments, and rows about it. No engine starts."""
-    if find_spec("vllm") is None:
-        return None, []  # the row about vLLM itself already says so
-    from kvmosaic.engines.vllm.arguments import engine_arguments, served_dtype
-
-    arguments = engine_arguments(settings.model_copy(update={"enable_chunk_cache": True}))
-    try:
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-
-        arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
-        sizes = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
-        engine_args = EngineArgs(model=source, **sizes, **arguments)
-        chosen = engine_args.dtype = served_dtype(engine_args)
-        config = engine_args.create_engine_config()
-    except Exception as error:
-        return None, [Row("model in vLLM", "fail", "vLLM refuses it", reason(error))]
-    problems = [Row("model in vLLM", "fail", "not supported", problem) for problem in unsupported(config)]
-    why = "" if chosen == "auto" else f": {WHY_FLOAT32}"
-    has_adapters = not config.model_config.use_mla and config.parallel_config.pipeline_parallel_size == 1
-    adapters = "also with LoRA adapters" if has_adapters else "not with LoRA adapters"
-    dtype, cached = _name(config.model_config.dtype), cache_dtype(config)
-    rounded = f"; KV cache in {cached}, documents in {dtype}" if cached in QUANTISED else ""
-    runs = f"runs in {dtype}{why}; {adapters}{rounded}"
-    return config, problems or [Row("model in vLLM", "ok", runs), *_images(config, settings)]
-
-
-def _images(vllm_config: Any, settings: ChunkCacheConfig) -> Iterator[Row]:
-    """Row about a multimodal model's images."""
-    if not vllm_config.model_config.is_multimodal_model:
-        return
-    problem = images_problem(vllm_config)
-    if problem is not None:
-        yield Row("images", "warn", "documents before them are reused", problem)
-    elif "images" in settings.sources:
-        yield Row("images", "ok", "reused, and so are documents beside them")
-    else:
-        yield Row("images", "ok", "documents beside them are reused; images too, if chunk_sources has images")
-
-
-def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, ranks: int, stages: int) -> Iterator[Row]:
+def _describe(source: str, settings: ChunkCacheConfig, served: Served) -> Iterator[Row]:
     """Rows about the model's own configuration."""
+    ranks, stages = served.ranks, served.stages
     from transformers import AutoConfig
 
     try:
@@ -141,13 +95,13 @@ def _describe(source: str, vllm_config: Any, settings: ChunkCacheConfig, ranks: 
     odd = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads")
     about = "about " if any(getattr(text, name, None) for name in odd) else ""
     places = [("device pool", device_pool(settings)), ("host", int(settings.host_memory))]
-    for dtype in _dtypes(config, text, vllm_config):
+    for dtype in _dtypes(config, text, served.config):
         sizes, is_int8 = (own_layers, own_heads, k_dim, v_dim), settings.entry_dtype == "int8"
         size = KVFormat(*sizes, dtype, is_int8=is_int8).bytes_per_token
         room = ", ".join(f"{place} {budget // size:,}" for place, budget in places if budget)
         share = " on each rank" if (own_heads, own_layers) != (kv_heads, text.num_hidden_layers) else ""
         yield Row(
-            f"KV in {_name(dtype)}{', documents in int8' if is_int8 else ''}",
+            f"KV in {dtype_name(dtype)}{', documents in int8' if is_int8 else ''}",
             "ok",
             f"{about}{size / 1024:.1f} KiB a token{share}; tokens that fit: {room}",
         )
@@ -184,7 +138,7 @@ def _dtypes(config: Any, text: Any, vllm_config: Any) -> list["torch.dtype"]:
 
     from kvmosaic.core.accelerator import accelerator_there
 
-    own = _name(config.dtype or text.dtype or torch.float32)
+    own = dtype_name(config.dtype or text.dtype or torch.float32)
     is_quantized = getattr(config, "quantization_config", None) is not None
     if accelerator_there() is None and not cpu_runs_bfloat16() and needs_float32(own, is_quantized):
         own = "float32"
@@ -192,11 +146,6 @@ def _dtypes(config: Any, text: Any, vllm_config: Any) -> list["torch.dtype"]:
     if vllm_config is not None:
         chosen.append(vllm_config.model_config.dtype)
     return list(dict.fromkeys(chosen))
-
-
-def _name(dtype: object) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _tensor_parallel(kv_heads: int, size: int) -> Row:

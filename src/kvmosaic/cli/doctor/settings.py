@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from kvmosaic.blend import policy_named
 from kvmosaic.cli.doctor.row import GIB, Row, reason
+from kvmosaic.cli.serve import check_settings
 from kvmosaic.core.config import ChunkCacheConfig, load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.profile import find_profile, load_profile
@@ -22,16 +24,26 @@ SAMPLE = 1000
 """Maximum number of files and folders of the disk tier whose permissions are checked."""
 
 
-def load_settings() -> tuple[ChunkCacheConfig, Row]:
+def load_settings(given: dict[str, Any]) -> tuple[ChunkCacheConfig, Row]:
+    """The settings, without those of a profile. ``given``: those of the command line."""
     try:
-        settings = load_config()
-        policy_named(settings.policy)
+        settings = load_config(**given)
+        check_settings(settings)
     except Exception as error:  # including a YAML file that cannot be read
         return ChunkCacheConfig.model_construct(), Row(
             "settings", "fail", "invalid; assuming defaults", reason(error)
         )
     changed = [f"{name}={value}" for name, value in settings.model_dump(mode="json", exclude_defaults=True).items()]
     return settings, Row("settings", "ok", ", ".join(changed) or "all at their defaults")
+
+
+def model_settings(model: str, given: dict[str, Any], settings: ChunkCacheConfig) -> ChunkCacheConfig:
+    """The settings that a server of a model has, with the chunk cache on. If its profile cannot be used, which
+    another check reports, those without it."""
+    try:
+        return load_config(model, **given | {"enable_chunk_cache": True})
+    except ConfigError:
+        return settings.model_copy(update={"enable_chunk_cache": True})
 
 
 def profile(model: str, settings: ChunkCacheConfig) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from kvmosaic.core.errors import ConfigError
+from kvmosaic.engines.vllm.compat.cache import served_cache
 from kvmosaic.engines.vllm.compat.graphs import asks_for_layers
 from kvmosaic.engines.vllm.compat.images import keep_whole
 from kvmosaic.engines.vllm.compat.running import quiet_hooks
@@ -34,7 +35,9 @@ class ChunkConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             scheduler = self._scheduler = ChunkScheduler(self._setup)
             if (events := vllm_config.kv_events_config) and events.enable_kv_cache_events:
-                scheduler.prefixes.announce(event_groups(kv_cache_config, self._setup.shape.window_tail))
+                scheduler.prefixes.announce(
+                    event_groups(served_cache(vllm_config, kv_cache_config), self._setup.shape.window_tail)
+                )
 
     @property
     def scheduler(self) -> ChunkScheduler:

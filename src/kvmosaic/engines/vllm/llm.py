@@ -13,7 +13,13 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.core.limits import MAX_DOCUMENTS
 from kvmosaic.core.messages import conversations, names_for_each
 from kvmosaic.core.sources import find_seams, find_sources
-from kvmosaic.engines.vllm.arguments import can_be_used, engine_arguments, refuse_unsupported, served_dtype
+from kvmosaic.engines.vllm.arguments import (
+    can_be_used,
+    engine_arguments,
+    refuse_replaced,
+    refuse_unsupported,
+    served_dtype,
+)
 from kvmosaic.models import resolve
 
 Documents = Sequence[str] | Sequence[Sequence[str]] | None
@@ -33,6 +39,8 @@ class LLM(vllm.LLM):  # type: ignore[misc]
         model = resolve(model)
         known = {field.name for field in fields(EngineArgs)}
         arguments = EngineArgs(model=model, **{name: kwargs[name] for name in kwargs.keys() & known})
+        if config.enable_chunk_cache:
+            refuse_replaced(arguments)
         arguments.dtype = kwargs["dtype"] = served_dtype(arguments)
         if config.enable_chunk_cache:
             refuse_unsupported(arguments)

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -84,6 +84,8 @@ class ChunkLoad:
     question."""
     is_reported: bool
     """Whether the scheduler wants to know which tokens are recomputed."""
+    may_probe: bool = True
+    """Whether the policy may probe the question."""
     adapter: Adapter | None = None
     """The request's adapter, which is active in this step."""
     images: Images | None = None
@@ -158,6 +160,8 @@ class FillSlice:
     """The adapter that the chunk is computed with, which is active in this step."""
     images: Images | None = None
     """The whole chunk with its images, if it has any."""
+    following: int | None = None
+    """The first token of the next slice, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +217,13 @@ class StepWork(KVConnectorMetadata):
     @property
     def is_empty(self) -> bool:
         return self == StepWork(engine_id=self.engine_id, weights=self.weights)
+
+    def anon_repr(self) -> str:
+        """Counts only. If a step fails, vLLM logs the text that this method returns; without the method, it would log
+        all fields, and so the tokens of everybody's documents."""
+        lists = {each.name: getattr(self, each.name) for each in fields(self)}
+        counts = (f"{name}={len(value)}" for name, value in lists.items() if isinstance(value, list) and value)
+        return f"StepWork({', '.join(counts)})"
 
 
 TiersInUse = Literal["all", "memory", "none"]

@@ -10,6 +10,9 @@ from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_DOCUMENTS, MAX_POLICY_LENGT
 from kvmosaic.core.questions import Seam
 from kvmosaic.engines.results import Fallback
 
+PAGE_PARAMETER = "_page"
+"""Parameter with which the HTTP server asks for a report for its page, whatever clients may have. Its value is
+:attr:`AdminKey.page_pass`."""
 MAX_UNKNOWN = 4
 """Maximum number of unknown parameter names that are reported per request."""
 MAX_LOOKED_AT = 64
@@ -66,15 +69,17 @@ class RequestParameters:
     """Parameter names that belong neither to us nor to another connector."""
 
     @classmethod
-    def read(cls, sent: object, allowed: Collection[str]) -> "RequestParameters":
+    def read(cls, sent: object, allowed: Collection[str], page_pass: str | None = None) -> "RequestParameters":
         """Read the parameters that a client ``sent``, which may be anything. ``allowed`` are the names that clients
-        may send. A report that is not allowed is omitted. Any other parameter that is not allowed is a reason to
-        serve the request plainly."""
+        may send. A report that is not allowed is omitted, unless ``page_pass`` was sent with the request. Any other
+        parameter that is not allowed is a reason to serve the request plainly."""
         if sent is None:
             return cls()
         if not isinstance(sent, dict):
             return cls(refused=Fallback.BAD_PARAMETERS, problem=f"kv_transfer_params: {shown(sent)} is not an object")
-        return replace(cls._read(sent, allowed), unknown=_unknown(sent))
+        is_for_page = page_pass is not None and sent.get(PAGE_PARAMETER) == page_pass
+        params = cls._read(sent, allowed)
+        return replace(params, report=params.report or is_for_page, unknown=_unknown(sent))
 
     @classmethod
     def _read(cls, sent: dict[str, object], allowed: Collection[str]) -> "RequestParameters":

@@ -14,8 +14,10 @@ from kvmosaic.core.errors import ConfigError
 
 QUANTISED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Supported dtypes of a quantised KV cache."""
-SUPPORTED_VLLM = ((0, 26), (0, 33))
-"""Tested releases: from the first, up to but not including the second."""
+SUPPORTED_VLLM = ((0, 23), (0, 33))
+"""Tested releases: from the first, up to but not including the second, without those of the next line."""
+UNTRIED_VLLM = ((0, 24), (0, 25))
+"""Releases between them that were never tested."""
 ASCEND_VLLM = "0.23."
 """Beginning of the releases of vLLM for which the use of vllm-ascend is prepared."""
 ASCEND_UNTRIED = (
@@ -35,18 +37,24 @@ def has_ascend() -> bool:
     return find_spec("vllm_ascend") is not None
 
 
+def requirement() -> str:
+    """The tested releases, as pip has them."""
+    first, end = (".".join(map(str, bound)) for bound in SUPPORTED_VLLM)
+    return ",".join([f"vllm>={first}", f"<{end}", *(f"!={major}.{minor}.*" for major, minor in UNTRIED_VLLM)])
+
+
 def version_problem(version: str) -> str | None:
     """Why this vLLM release is not supported and what to do, in one line; ``None`` when it is."""
     if has_ascend():
         if version.startswith(ASCEND_VLLM):
             return ASCEND_UNTRIED
         return f"vLLM {version} with vllm-ascend is not prepared; pip install vllm-ascend==0.23.0.post1"
-    first, end = (".".join(map(str, bound)) for bound in SUPPORTED_VLLM)
-    wanted = f"pip install 'vllm>={first},<{end}'"
+    wanted = f"pip install '{requirement()}'"
     number = re.match(r"(\d+)\.(\d+)", version)
     if number is None:
         return f"vLLM {version} does not say which release it is; {wanted}"
-    if not SUPPORTED_VLLM[0] <= (int(number[1]), int(number[2])) < SUPPORTED_VLLM[1]:
+    release = int(number[1]), int(number[2])
+    if release in UNTRIED_VLLM or not SUPPORTED_VLLM[0] <= release < SUPPORTED_VLLM[1]:
         return f"vLLM {version} was never tried with the chunk cache; {wanted}"
     return None
 
@@ -140,12 +148,11 @@ def _parallel_problems(parallel: Any) -> list[str]:
 
 
 def _pipeline_problems(vllm_config: Any) -> list[str]:
-    """What was never tried with pipeline stages."""
+    """Options that were never tried with pipeline stages."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if parallel.pipeline_parallel_size == 1:
         return []
     untried = {
-        "multi-head latent attention": vllm_config.model_config.use_mla,
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         "images and other inputs than text": vllm_config.model_config.is_multimodal_model,
@@ -204,11 +211,6 @@ def _quantisation_problems(vllm_config: Any) -> list[str]:
 def _adapter_problems(vllm_config: Any) -> list[str]:
     adapters = vllm_config.lora_config
     problems = []
-    if adapters is not None and vllm_config.model_config.use_mla:
-        problems.append(
-            "enable_lora with multi-head latent attention: chunks of adapters were never tried with it; "
-            "leave out enable_lora, or serve this model without the chunk cache"
-        )
     if adapters is not None and getattr(adapters, "enable_tower_connector_lora", False):  # releases differ
         problems.append(
             "enable_tower_connector_lora: chunks are computed by the language model alone, and would undo the "
@@ -218,7 +220,7 @@ def _adapter_problems(vllm_config: Any) -> list[str]:
 
 
 def _ascend_problems(vllm_config: Any) -> list[str]:
-    """What is not prepared on Ascend NPUs."""
+    """Options that are not prepared on Ascend NPUs."""
     if vllm_config.device_config.device_type != "npu":
         return []
     parallel, more = vllm_config.parallel_config, vllm_config.additional_config or {}
@@ -258,9 +260,7 @@ def images_problem(vllm_config: Any) -> str | None:
     multimodal = getattr(model, "multimodal_config", None)
     untried = {
         "/".join(model.architectures): not set(model.architectures) & set(READS_IMAGES),
-        "a quantised KV cache": cache_dtype(vllm_config) in QUANTISED,
         "speculative decoding": vllm_config.speculative_config is not None,
-        "LoRA": vllm_config.lora_config is not None,
         f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         "an encoder in another process": getattr(vllm_config, "ec_transfer_config", None) is not None,
         "mm_processor_cache_type=shm": getattr(multimodal, "mm_processor_cache_type", None) == "shm",

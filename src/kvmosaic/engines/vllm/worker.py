@@ -17,7 +17,7 @@ from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.compat.cache import keeping_all_tokens
 from kvmosaic.engines.vllm.compat.running import make_stage_inputs
-from kvmosaic.engines.vllm.compat.weights import CHANGING
+from kvmosaic.engines.vllm.compat.weights import CHANGING, watch_calls
 
 if TYPE_CHECKING:
     from kvmosaic.engines.vllm.worker_side.side import WorkerSide
@@ -119,16 +119,24 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
-            if connector is not None and connector.has_worker:  # otherwise they are checked when it starts
-                connector.worker.weights.may_have_changed()
+            _check_weights()
 
     return watched
+
+
+def _check_weights() -> None:
+    """Have the weights checked again before the next use of KV."""
+    connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if getattr(connector, "has_worker", False):  # otherwise they are checked when it starts
+        connector.worker.weights.may_have_changed()
 
 
 for _name in CHANGING:
     if hasattr(PlatformWorker, _name):  # releases differ
         setattr(ChunkWorker, _name, _watched(getattr(PlatformWorker, _name)))
+
+
+watch_calls(_check_weights)
 
 
 def _worker_side() -> "WorkerSide":

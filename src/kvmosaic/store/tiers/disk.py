@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,6 +18,7 @@ import xxhash
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.heads import KEY_PART
 from kvmosaic.core.key import ChunkKey
+from kvmosaic.core.limits import shown
 from kvmosaic.store.base import CorruptEntryError, EntryInfo, Tier
 from kvmosaic.store.codec import max_file_bytes
 from kvmosaic.store.files import FOLDER_MODE, Label, folder_below, read_entry, read_label, write_entry
@@ -30,6 +32,8 @@ SUFFIX = ".safetensors"
 STALE_SECONDS = 3600
 CLEANING_SECONDS = 1.0
 """Minimum seconds between two searches for files that dead writers left."""
+SORTED_AT_ONCE = 2**19
+"""Maximum number of files that are listed oldest first. Of more, the oldest are not the first."""
 _MAX_NAME = 100
 Parts = tuple[str, ...]
 """Names of folders below the root, and of a file in the last one."""
@@ -150,16 +154,19 @@ class DiskTier(Tier):
         """Reads headers only, and only of files named like ours: other safetensors files in the directory are left
         alone."""
         self.check()  # otherwise a disk that fails would seem to be empty
-        found = []
-        for parts, status in self._files():
-            if stat.S_ISREG(status.st_mode) and _ENTRY_NAME.fullmatch(parts[-1]):
-                found.append((status.st_mtime_ns, status.st_size, parts))
-        for written_ns, size, parts in sorted(found):
-            self.progress += 1
-            label = self._label_of(parts)
-            if label is not None:
-                key, kind, reads = label
-                yield EntryInfo(key, size, self.name, pinned=False, since=written_ns / 1e9, hits=reads, kind=kind)
+        ours = (
+            (status.st_mtime_ns, status.st_size, parts)
+            for parts, status in self._files()
+            if stat.S_ISREG(status.st_mode) and _ENTRY_NAME.fullmatch(parts[-1])
+        )
+        while found := sorted(islice(ours, SORTED_AT_ONCE)):
+            for written_ns, size, parts in found:
+                self.progress += 1
+                label = self._label_of(parts)
+                if label is not None:
+                    key, kind, reads = label
+                    since = written_ns / 1e9
+                    yield EntryInfo(key, size, self.name, pinned=False, since=since, hits=reads, kind=kind)
 
     def _files(self) -> Iterator[tuple[Parts, os.stat_result]]:
         """Everything four levels below the root. Links are not followed."""
@@ -194,7 +201,7 @@ class DiskTier(Tier):
             with folder_below(self._root, folders) as folder:
                 label = read_label(folder, name)
             if entry_path(label.key).parts != parts:
-                raise CorruptEntryError(f"holds the entry of another key, {label.key}")
+                raise CorruptEntryError(f"holds the entry of another key, {shown(str(label.key))}")
             return label
         except CorruptEntryError as error:
             self._set_aside(parts, error)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.core.key import ChunkKey
@@ -11,6 +12,8 @@ from kvmosaic.store.breaker import Breaker
 DEADLINE_S = 30.0
 """Deadline of a call, in seconds, plus the time to move its data. Far longer than a busy disk takes,
 because no step of an engine waits for it."""
+PAGE = 4096
+"""Number of entries that a call lists."""
 
 
 class GuardedTier(Tier):
@@ -76,7 +79,9 @@ class GuardedTier(Tier):
         self._breaker.call(lambda: self._tier.delete_all(wanted), progress=lambda: self._tier.progress)
 
     def scan(self) -> Iterator[EntryInfo]:
-        return iter(self._breaker.call(lambda: list(self._tier.scan()), progress=lambda: self._tier.progress))
+        entries = self._breaker.call(self._tier.scan)
+        while page := self._breaker.call(lambda: list(islice(entries, PAGE)), progress=lambda: self._tier.progress):
+            yield from page
 
     def close(self) -> None:
         self._breaker.close()

@@ -24,6 +24,10 @@ from kvmosaic.store.seal import ANY_ENTRY, EntryCheck
 logger = logging.getLogger(__name__)
 
 DELETED_AT_ONCE = 1000
+MAX_SEEN = 2**20
+"""Maximum number of names that a listing remembers, because a store may list a name twice."""
+MAX_NAME = 2048
+"""Maximum length of a listed name, in characters. Longer ones are not ours."""
 
 
 class RemoteTier(Tier):
@@ -187,13 +191,17 @@ class RemoteTier(Tier):
 
     def scan(self) -> Iterator[EntryInfo]:
         """In no particular order: the store does not tell which entries are older. Heads that are stored one by one
-        are listed as the entries that this process would look up, the others as runs."""
+        are listed as the entries that this process would look up, the others as runs. Of more than :data:`MAX_SEEN`
+        names, some may be listed twice, or as more runs than necessary."""
         pages = self._client.scan(PREFIX)
         seen: set[str] = set()
         heads = HeadGroups()
         while (page := self._breaker.call(lambda: next(pages, None))) is not None:
             self.progress += 1
-            names = [name for name in page if name not in seen]
+            names = [name for name in page if name not in seen and len(name) <= MAX_NAME]
+            if len(seen) + len(names) > MAX_SEEN:
+                yield from self._infos(heads)
+                seen, heads = set(), HeadGroups()
             seen.update(names)
             sizes = self._breaker.call(partial(self._client.sizes, names))
             for name, size in zip(names, sizes, strict=True):
@@ -202,8 +210,11 @@ class RemoteTier(Tier):
                     heads.add(key, size)
                 elif isinstance(key, ChunkKey) and size is not None:
                     yield EntryInfo(key, size, self.name, pinned=False)
-        for entry_key, size in heads.entries(self._share):
-            yield EntryInfo(entry_key, size, self.name, pinned=False)
+        yield from self._infos(heads)
+
+    def _infos(self, heads: HeadGroups) -> Iterator[EntryInfo]:
+        for key, size in heads.entries(self._share):
+            yield EntryInfo(key, size, self.name, pinned=False)
 
     def close(self) -> None:
         self._breaker.close()

@@ -87,3 +87,15 @@ def test_slots_of_several_cache_groups():
     slots = make_pass(Run([10, 11], 3, blocks), Run([12], 0, [[9], [2]]), block_sizes=(4, 8)).slots
     assert slots.tolist() == [[15, 4, 36], [43, 44, 16]]
     assert slots.dtype == torch.int64
+
+
+def test_the_token_behind_each_token():
+    tokens = list(range(100, 110))
+    wanted = np.zeros(10, dtype=bool)
+    wanted[[1, 2, 3, 7, 8, 9]] = True
+    first, last = runs_of(wanted, tokens, BLOCKS)
+    assert make_pass(first, last).following_ids.tolist() == [102, 103, 104, 108, 109, 109]
+    head, rest = first.split(2)
+    assert make_pass(last, head).following_ids.tolist() == [108, 109, 109, 102, 103]
+    assert make_pass(rest).following_ids.tolist() == [104]
+    assert make_pass(first, last).following_ids.dtype == torch.int32

@@ -11,6 +11,7 @@ from vllm.config import KVTransferConfig
 
 from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.http.request import FIELDS
+from kvmosaic.engines.vllm.parameters import PAGE_PARAMETER
 from kvmosaic.vllm import ChunkMiddleware
 
 CHAT = "/v1/chat/completions"
@@ -38,7 +39,7 @@ class Engine:
         self.is_closed = False
 
     async def generate(self, params, *args, **kwargs):
-        is_asked = isinstance(params, dict) and params.get("report") is True
+        is_asked = isinstance(params, dict) and (params.get("report") is True or PAGE_PARAMETER in params)
         try:
             yield output(None)
             yield output(self.report if is_asked else None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
 from kvmosaic.core.limits import MAX_DOCUMENTS
+from kvmosaic.core.sources import MAX_PARTS
 from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.http import request as request_module
 from kvmosaic.vllm import ChunkMiddleware
@@ -111,6 +112,33 @@ def test_where_too_many_questions_begin_nothing_is_named():
     assert parameters(client_of(), {**body, "kv_transfer_params": named}) == {"documents": []}
     few = {"messages": body["messages"][1:]}
     assert len(parameters(client_of(), {**few, "kv_transfer_params": named})["seams"]) == MAX_DOCUMENTS
+
+
+EMPTY = [""] * MAX_PARTS
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{}] * MAX_PARTS,
+        [{"role": "user", "content": EMPTY}],
+        [{"role": "user", "content": [{"type": "tool_result", "content": EMPTY}]}],
+        [{"role": "user", "content": [{"type": "document", "source": {"content": EMPTY}}]}],
+        [{"type": "function_call_output", "output": EMPTY}],
+        [{"role": "user", "content": [""]}] * (MAX_PARTS // 2),
+    ],
+)
+def test_nothing_is_reused_in_a_request_of_too_many_parts(messages, monkeypatch):
+    """A document could be found over the beginning of a question that nobody looked at."""
+    body = {"messages": [*messages, *chat(ONE, "When?")["messages"]]}
+    with monkeypatch.context() as patch:
+        patch.setattr(request_module, "find_sources", None)
+        patch.setattr(request_module, "find_seams", None)
+        assert parameters(client_of(), body) == {"chunk_cache": False}
+        sent = {"documents": [ONE], "recompute_ratio": 0.5}
+        assert parameters(client_of(), {**body, "kv_transfer_params": sent}) == {**sent, "chunk_cache": False}
+    few = {"messages": body["messages"][-1:]}
+    assert parameters(client_of(), few) == {"documents": [ONE]}
 
 
 def test_more_names_than_the_engine_takes_cost_no_time():

@@ -8,10 +8,11 @@ from urllib.parse import urljoin
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge
 
-from kvmosaic.core.admin_key import ADMIN_KEY_VARIABLE
+from kvmosaic.core.admin_key import ADMIN_KEY_VARIABLE, AdminKey
 from kvmosaic.engines.vllm.http.page import PATHS
 from kvmosaic.engines.vllm.http.recent import MAX_REQUESTS, SHOWN_TEXTS, SHOWN_TOKENS
 from kvmosaic.engines.vllm.http.request import FIELDS
+from kvmosaic.engines.vllm.parameters import PAGE_PARAMETER
 from tests.engines.vllm.http.application import CHAT, ONE, chat, client_of, output
 
 KEY = "a secret of many letters"
@@ -144,9 +145,11 @@ def test_a_page_loads_nothing_from_elsewhere(page_client):
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_clients_see_no_reports_that_they_may_not_have(page_client, path, stream, asked):
     client = page_client()
-    body = chat(ONE, "When?", stream=stream) | ({} if asked is None else {"kv_transfer_params": {"report": asked}})
-    answer = client.post(path, json=body, headers={"x-kvmosaic": "report"})
-    assert json.loads(client.app.state.bodies[-1])["kv_transfer_params"]["report"] is True
+    asks = {} if asked is None else {"kv_transfer_params": {"report": asked, PAGE_PARAMETER: "mine"}}
+    answer = client.post(path, json=chat(ONE, "When?", stream=stream) | asks, headers={"x-kvmosaic": "report"})
+    sent = json.loads(client.app.state.bodies[-1])["kv_transfer_params"]
+    assert sent[PAGE_PARAMETER] == AdminKey(KEY.encode()).page_pass
+    assert sent.get("report") == asked
     assert "reused_tokens" not in answer.text + str(answer.headers)
     assert "kv_transfer_params" not in answer.text
     assert [each["report"] for each in requests(client)["requests"]] == [REPORT]

@@ -174,7 +174,7 @@ class Pair:
 @pytest.mark.parametrize("policy", ["background", "fill-first"])
 @pytest.mark.parametrize("salt", [None, "mine"])
 def test_documents_that_become_one_are_loaded_one_by_one_until_the_whole_is_filled(policy, salt):
-    pair = Pair(salt=salt, miss_policy=policy)
+    pair = Pair(salt=salt, miss_policy=policy, shape={"step_tokens": 512})
     request = pair.ask()
     assert len(chunks(pair.side, request)) == 2
     [whole] = pair.waiting()

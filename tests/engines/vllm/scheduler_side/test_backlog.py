@@ -138,10 +138,33 @@ def test_what_is_asked_for_again_and_waited_for_long_is_filled_with_any_step_tha
     now += OVERDUE_SECONDS
     assert whole(backlog, step_of(prompt=30)) == []
     now += 0.1
-    assert whole(backlog, step_of()) == []
     assert taken(whole(backlog, step_of(prompt=30))) == [[(1, 30)]]
     assert whole(backlog, step_of(prompt=30)) == []  # the other may never be asked for again
     assert len(backlog) == 1
+
+
+def test_what_is_wanted_is_filled_while_vllm_computes_nothing():
+    """The only request may be waiting for it."""
+    backlog = backlog_of((20, SINK), (30, SINK))
+    assert whole(backlog, step_of(prompt=30)) == []
+    backlog.add([missing(1, 30)], is_awaited=True)
+    assert whole(backlog, step_of()) == []  # the step before may still compute a first token
+    assert backlog.take(step_of(), make_pool(), 500, others_run=True) == ([], None)
+    assert backlog.take(step_of(), make_pool(), 500, is_full=True) == ([], None)
+    assert whole(backlog, step_of()) == []
+    assert taken(whole(backlog, step_of())) == [[(1, 30)]]
+    assert whole(backlog, step_of()) == []
+
+
+def test_a_long_chunk_keeps_its_blocks_while_vllm_computes_nothing_if_it_is_wanted():
+    for is_awaited in (True, False):
+        backlog, pool = backlog_of(), make_pool()
+        backlog.add([missing(1, 90)], is_awaited=is_awaited)
+        free = pool.count
+        _, begun = backlog.take(DECODING, pool, 40)
+        assert begun.start == 0
+        _, more = backlog.take(step_of(), pool, 40)
+        assert (more is not None) is (pool.count < free) is is_awaited
 
 
 def test_what_its_request_waits_for_is_filled_with_any_step_that_computes(monkeypatch):

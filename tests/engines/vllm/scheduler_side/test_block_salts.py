@@ -65,6 +65,29 @@ def test_each_block_has_the_salts_that_were_added_for_it(seed, hash_function):
             assert after == (mixed[: -len(HIDDEN)] + HIDDEN if mine else mixed)
 
 
+def test_a_request_keeps_its_salts_if_hashing_fails():
+    init_none_hash(sha256)
+    request = small_blocks(list(range(20)), sha256)
+    hasher, fails = request._block_hasher, [True]
+
+    def failing(request):
+        if fails:
+            raise ValueError("a failure made for this test")
+        return hasher(request)
+
+    request._block_hasher = failing
+    salts = BlockSalts(request)
+    salts.add([BlockSalt(random.randbytes(32), 0, None)])
+    salted = list(request.block_hashes)
+    with pytest.raises(ValueError, match="made for this test"):
+        request.append_output_token_ids([1] * BLOCK)
+    assert request.block_hashes == salted != salts.plain
+    fails.clear()
+    request.append_output_token_ids([1] * BLOCK)
+    assert request.block_hashes[: len(salted)] == salted
+    assert len(request.block_hashes) == len(salts.plain) == 7
+
+
 # --- of requests with chunks
 
 PLAIN = [*SYSTEM, *FIRST, *SECOND, *QUESTION]

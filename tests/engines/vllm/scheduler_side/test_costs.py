@@ -13,6 +13,7 @@ from tests.engines.vllm.scheduler_side.fakes import (
     QUESTION,
     SECOND,
     SINK,
+    STEP,
     SYSTEM,
     Side,
     ask_about,
@@ -215,7 +216,7 @@ def test_a_chunk_that_is_begun_is_loaded_at_any_cost():
 
 
 def test_chunks_that_are_filled_first_are_not_judged():
-    side = Side(miss_policy="fill-first")
+    side = Side(miss_policy="fill-first", shape={"step_tokens": 2 * STEP})
     side.report(costs=DEAR_MOVES)
     assert side.matched(side.add(ask_about(FIRST, SECOND))) == 100
     assert not side.scheduler._backlog
@@ -259,7 +260,7 @@ def test_missing_chunks_are_filled_in_the_background(stored):
 
 @pytest.mark.parametrize("policy", ["never", "fill-first"])
 def test_other_miss_policies_fill_nothing_in_the_background(policy):
-    side = Side(miss_policy=policy)
+    side = Side(miss_policy=policy, shape={"step_tokens": 2 * STEP})
     side.matched(side.add(ask_about(FIRST, SECOND)))
     assert filled(side) == []
 
@@ -305,19 +306,20 @@ def test_the_lengths_these_tests_count_with():
 
 
 @pytest.mark.parametrize(
-    ("policy", "gap", "is_plain"),
+    ("policy", "gap", "changes"),
     [
-        ("composite", 32, False),
-        ("composite", 33, True),
-        ("sink-link", 80, False),
-        ("kv-deviation(layers=0)", 10, False),
-        ("kv-deviation(layers=2)", 10, True),
-        ("kv-deviation(layers=0+1)", 10, True),
+        ("composite", 32, ""),
+        ("composite", 33, "is made without a probe"),
+        ("sink-link", 80, ""),
+        ("query-attention", 33, "is not made"),
+        ("kv-deviation(layers=0)", 10, ""),
+        ("kv-deviation(layers=2)", 10, "is not made"),
+        ("kv-deviation(layers=0+1)", 10, "is not made"),
     ],
 )
-def test_a_choice_that_takes_more_of_a_step_than_loads_may_is_not_made_while_others_wait(policy, gap, is_plain):
-    """Before the choice, text before the question is computed in one go, and chunks through some layers. A set that
-    shrinks from layer to layer is chosen while it is computed."""
+def test_beside_others_no_choice_takes_more_of_a_step_than_loads_may(policy, gap, changes):
+    """Before the choice, text before the question is computed in one go, and chunks through some layers. A
+    set that shrinks from layer to layer is chosen while it is computed."""
     chunks = [text(1, 40), text(2, 40)]
     for is_alone in (True, False):
         side = Side(shape={"step_tokens": round(32 / LOAD_SHARE)})
@@ -329,5 +331,41 @@ def test_a_choice_that_takes_more_of_a_step_than_loads_may_is_not_made_while_oth
         request = side.add(make_request("a", tokens, boundaries=edges, recompute_ratio=0.9, policy=policy))
         # A judge that always finds reuse faster.
         side.scheduler._admission.is_faster = lambda *_: True
-        assert side.matched(request) == (0 if is_plain and not is_alone else 80 + gap)
-        assert side.counts("fallbacks") == ({"slower": 1} if is_plain and not is_alone else {})
+        if changes == "is not made" and not is_alone:
+            assert side.matched(request) == 0
+            assert side.counts("fallbacks") == {"slower": 1}
+            continue
+        assert side.begin(request)[0] == 80 + gap
+        [load] = side.step().loads
+        assert load.may_probe is (is_alone or not changes)
+        assert side.counts("fallbacks") == {}
+
+
+@pytest.mark.parametrize(("gap", "may_probe"), [(80, True), (81, False)])
+def test_alone_a_choice_takes_no_more_than_a_step(gap, may_probe):
+    side = Side(shape={"step_tokens": 80})
+    side.store(FIRST)
+    tokens = [*text(3, gap), *FIRST, *QUESTION]
+    edges = [(0, 0), (gap, gap + 40), (gap + 40, len(tokens))]
+    request = side.add(make_request("a", tokens, boundaries=edges, recompute_ratio=0.9, policy="composite"))
+    side.scheduler._admission.is_faster = lambda *_: True
+    assert side.begin(request)[0] == gap + 40
+    [load] = side.step().loads
+    assert load.may_probe is may_probe
+
+
+def test_a_choice_that_waited_for_others_may_probe_when_they_are_gone():
+    side = Side(shape={"step_tokens": 80})
+    side.store(FIRST, SECOND)
+    side.scheduler._admission.is_faster = lambda *_: True
+    side.run("other")
+    side.begin(side.add(ask_about(SECOND, name="first", recompute_ratio=0.3, policy="random")))  # leaves no room
+    tokens = [*text(3, 40), *FIRST, *QUESTION]
+    edges = [(0, 0), (40, 80), (80, len(tokens))]
+    request = side.add(make_request("a", tokens, boundaries=edges, recompute_ratio=0.9, policy="composite"))
+    assert side.matched(request) is None
+    assert not side.ours(request).may_probe
+    side.step()
+    side.step()
+    assert side.begin(request)[0] == 80
+    assert side.ours(request).may_probe

@@ -1,5 +1,5 @@
-"""Chunks that are filled before they are used: at once if no other request is running, otherwise a part in each
-step."""
+"""Chunks that are filled before they are used: at once if that takes no more than a step, or half a step beside other
+requests; otherwise a part in each step."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 
 from kvmosaic.engines.vllm.scheduler_side.backlog import OVERDUE_SECONDS
 from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
-from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, digest_of, text
+from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, SINK, STEP, Side, ask_about, digest_of, text
 
 
 def busy_side() -> Side:
@@ -28,9 +28,28 @@ def computed(work) -> int:
     return part + sum(len(fill.context) + len(tokens) for fill in work.fills for _, tokens in fill.chunks)
 
 
-def test_alone_it_is_filled_at_once():
-    side = Side(miss_policy="fill-first")
+def test_alone_a_whole_step_is_filled_at_once():
+    side = Side(miss_policy="fill-first", shape={"step_tokens": 80 + len(SINK)})
     request = side.add(ask_about(FIRST, SECOND))
+    assert side.begin(request)[0] == 100
+    [load] = side.step().loads
+    assert load.fill
+
+
+def test_alone_more_than_a_step_is_filled_over_several():
+    """A request that arrives meanwhile waits for one of them."""
+    side = Side(miss_policy="fill-first", shape={"step_tokens": 80 + len(SINK) - 1})
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    done = list[bytes]()
+    for _ in range(10):
+        if side.matched(request) is not None:
+            break
+        work = side.step()
+        assert 0 < computed(work) <= 80
+        done += filled(work)
+        side.report(dict.fromkeys(done, "host"))
+    assert done == [digest_of(FIRST)]  # the load has room for the rest
     assert side.begin(request)[0] == 100
     [load] = side.step().loads
     assert load.fill
@@ -132,7 +151,8 @@ def test_nobody_waits_for_what_was_filled_and_evicted_again():
 
 
 def test_it_does_not_wait_when_the_others_are_gone():
-    side = busy_side()
+    side = Side(miss_policy="fill-first", shape={"step_tokens": 80 + len(SINK)})
+    side.run()
     request = side.add(ask_about(FIRST, SECOND))
     assert side.matched(request) is None
     side.step()

@@ -6,11 +6,14 @@ Sizes are so large that quadratic work would take minutes.
 import logging
 import math
 import random
+import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.logging_utils.dump_input import prepare_object_to_dump
 
 from kvmosaic.core.limits import MAX_BOUNDARIES, MAX_CHUNKS, MAX_DOCUMENTS, MAX_POLICY_LENGTH
 from kvmosaic.engines.results import Fallback
@@ -19,6 +22,7 @@ from kvmosaic.engines.vllm.parameters import RequestParameters
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
     QUESTION,
+    SECOND,
     SYSTEM,
     Side,
     ask_about,
@@ -207,15 +211,32 @@ def test_vllms_own_scheduler_goes_on_with_parameters_that_are_no_object():
     engine.check_that_nothing_is_left()
 
 
-def test_texts_of_requests_go_no_further_than_the_planner():
+@pytest.mark.parametrize("is_list", [False, True])
+def test_texts_of_requests_go_no_further_than_the_planner(is_list):
     """vLLM sends sampling parameters to the workers, and logs them if the engine fails."""
     side, document = Side(), "A document that nobody else may see, of some words."
-    request = make_request("a", text(1, 50), documents=[document], question=document, report=True)
+    texts = {"documents": [document], "question": document, "seams": [document[:20], document[20:]]}
+    request = make_request("a", text(1, 50), **texts, report=True)
+    request.sampling_params.extra_args["another"] = 7
+    if is_list:
+        request.kv_transfer_params = request.sampling_params.extra_args["kv_transfer_params"] = [document]
     sent = request.sampling_params
     side.add(request)
-    assert document not in repr((request.sampling_params, request.kv_transfer_params))
-    assert request.sampling_params.extra_args == {"kv_transfer_params": {"report": True}}
+    assert "document" not in repr((request.sampling_params, request.kv_transfer_params))
+    assert request.sampling_params.extra_args == {"another": 7}
     assert document in repr(sent)  # the caller's own
+
+
+def test_a_failed_step_logs_no_tokens():
+    """vLLM logs the scheduler's output if a step fails."""
+    side = Side(miss_policy="fill-first")
+    side.store(FIRST)
+    side.begin(side.add(ask_about(FIRST, SECOND)))
+    work = side.step()
+    assert len(work.loads) == 1
+    dumped = prepare_object_to_dump(SimpleNamespace(kv_connector_metadata=work))
+    assert "StepWork(loads=1)" in dumped
+    assert not {*SYSTEM, *FIRST, *SECOND, *QUESTION} & set(map(int, re.findall(r"\d+", dumped)))
 
 
 def test_no_parameters_at_all_are_no_mistake():

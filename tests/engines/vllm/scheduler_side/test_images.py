@@ -181,7 +181,7 @@ def test_a_prompt_whose_only_chunks_would_be_images_is_plain_where_these_cannot_
 
 
 def test_a_load_has_the_images_before_its_question():
-    side = Side(shape={"reads_images": True}, miss_policy="fill-first", chunk_sources="none")
+    side = Side(shape={"reads_images": True, "step_tokens": 256}, miss_policy="fill-first", chunk_sources="none")
     images = [image(60, 1), image(120, 2)]
     request = side.add(request_of(SYSTEM, FIRST, PICTURE, SECOND, PICTURE, QUESTION, images=images))
     external, _ = side.ask(request)

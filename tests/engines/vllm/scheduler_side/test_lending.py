@@ -26,8 +26,9 @@ def lent(side, request, local=0, more=0):
     return borrowed
 
 
-def stored(**settings):
-    side = Side(**settings)
+def stored(shape=None, **settings):
+    """A side whose steps have room for all that these tests fill at once."""
+    side = Side(shape={"step_tokens": 512, **(shape or {})}, **settings)
     side.store(FIRST, SECOND)
     return side
 
@@ -100,7 +101,7 @@ def test_the_larger_need_counts():
 @pytest.mark.parametrize(("free", "expected"), [(6, 6), (5, 1), (1, 1), (0, 0)])
 def test_a_need_that_the_pool_cannot_meet_is_left_out(free, expected):
     """Filling needs six blocks, and probing one."""
-    side = Side(miss_policy="fill-first", blocks=10 + free)
+    side = Side(miss_policy="fill-first", blocks=10 + free, shape={"step_tokens": 512})
     request = side.add(ask(text(5, 120), text(6, 18), question=10, **PROBED))
     assert lent(side, request, 128) == expected
 

@@ -9,7 +9,8 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvmosaic.engines.vllm.compat.scheduling import Step
-from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
+from kvmosaic.engines.vllm.messages import Line
+from kvmosaic.engines.vllm.scheduler_side.patience import UNMEASURED_SECONDS
 from tests.engines.vllm.scheduler_side.fakes import BLOCK, FIRST, SEGMENT, Side, ask_about, make_request, text
 from tests.engines.vllm.scheduler_side.prefixes import prefix_digests
 
@@ -188,7 +189,7 @@ def test_before_all_ranks_have_told_what_they_have_plain_requests_wait(clock):
     other = Side(prefix_blocks=True, is_known=False)
     request = other.add(plain())
     assert other.matched(request) is None
-    clock.now += PATIENCE_SECONDS
+    clock.now += UNMEASURED_SECONDS
     assert other.matched(request) == 0
 
 
@@ -197,12 +198,23 @@ def test_patience_ends_and_all_is_computed(clock):
     request = side.add(plain())
     clock.now += 500
     assert side.matched(request) is None
-    clock.now += PATIENCE_SECONDS - 0.1
+    clock.now += UNMEASURED_SECONDS - 0.1
     assert side.matched(request) is None
     clock.now += 0.1
     assert side.matched(request) == 0
     side.give(request, 0, more=64)
     assert side.step().released == ["plain"]
+
+
+def test_a_plain_request_waits_as_long_as_a_prefill_of_its_segments_takes(clock):
+    side = stored(2, tier="disk", shape={"step_tokens": 16})
+    side.report(costs={"blend": Line(0, 0.1)})
+    request = side.add(plain())
+    assert side.matched(request) is None
+    clock.now += 0.1 * 2 * SEGMENT - 0.1
+    assert side.matched(request) is None
+    clock.now += 0.1
+    assert side.matched(request) == 0
 
 
 def test_a_preempted_plain_request_asks_again(clock):
@@ -212,7 +224,7 @@ def test_a_preempted_plain_request_asks_again(clock):
     side.report(fetched=["plain"])
     assert side.begin(request)[0] == 2 * SEGMENT
     assert len(side.step().prefix_loads) == 1
-    clock.now += 2 * PATIENCE_SECONDS
+    clock.now += 2 * UNMEASURED_SECONDS
     assert side.matched(request) is None
     assert len(side.step().fetches) == 1
     side.report(fetched=["plain"])

@@ -4,8 +4,10 @@ import logging
 
 import pytest
 
+from kvmosaic.core.admin_key import ADMIN_KEY_VARIABLE, AdminKey
 from kvmosaic.core.parser import ChunkTokenParser
 from kvmosaic.engines.vllm.messages import Line, Recomputed
+from kvmosaic.engines.vllm.parameters import PAGE_PARAMETER
 from kvmosaic.engines.vllm.scheduler_side.planner import MAX_NAMED
 from tests.engines.vllm.scheduler_side.fakes import (
     FIRST,
@@ -328,8 +330,22 @@ def test_tokens_of_requests_without_a_report_are_not_reported():
     assert not load.is_reported
 
 
-def test_the_page_gets_reports_that_clients_may_not_have():
-    """The server hides them from clients."""
+@pytest.mark.parametrize(("sent", "is_told"), [("right", True), ("wrong", False), (None, False), (["right"], False)])
+def test_the_page_gets_reports_that_clients_may_not_have(sent, is_told, monkeypatch):
+    """The server asks for them with a text that clients do not know, and hides them from clients."""
+    secret = "a secret of the operator"
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, secret)
     side = Side(client_parameters="documents,boundaries", chunk_page=True)
     side.store(FIRST)
-    assert finish(side, side.add(ask_about(FIRST)))["mode"] == "reuse"
+    page = AdminKey(secret.encode()).page_pass if sent == "right" else sent
+    told = finish(side, side.add(ask_about(FIRST, report=True, **{PAGE_PARAMETER: page})))
+    assert (told is not None and told["mode"] == "reuse") is is_told
+
+
+def test_without_a_page_nobody_gets_a_report_for_it(monkeypatch):
+    secret = "a secret of the operator"
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, secret)
+    side = Side(client_parameters="documents,boundaries")
+    side.store(FIRST)
+    page = AdminKey(secret.encode()).page_pass
+    assert finish(side, side.add(ask_about(FIRST, **{PAGE_PARAMETER: page}))) is None

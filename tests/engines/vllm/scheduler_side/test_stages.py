@@ -18,7 +18,7 @@ def test_a_request_in_another_stage_still_runs(stages, is_sliced):
     side.store(CHUNK)
     side.run("other")
     side.step()
-    assert side.ask(side.add(ask_about(CHUNK, recompute_ratio=0.9, policy="random"))) == (
+    assert side.ask(side.add(ask_about(CHUNK, recompute_ratio=0.5, policy="random"))) == (
         side.ours(ask_about(CHUNK)).prompt.question.start,
         is_sliced,
     )
@@ -35,7 +35,7 @@ def test_it_runs_no_longer_once_it_is_finished_or_left_out_of_as_many_steps():
             side.scheduler.finished(other)
         else:
             side.step()
-        assert side.ask(side.add(ask_about(CHUNK, recompute_ratio=0.9, policy="random")))[1] is False
+        assert side.ask(side.add(ask_about(CHUNK, recompute_ratio=0.5, policy="random")))[1] is False
 
 
 def test_blocks_of_a_long_chunk_are_kept_over_an_empty_step():

@@ -7,7 +7,7 @@ import pytest
 from kvmosaic.engines.vllm.messages import Line
 from kvmosaic.engines.vllm.scheduler_side.admission import LOAD_SHARE, SLICED_STEP_SHARE
 from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
-from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, STEP, Side, ask_about, text
+from tests.engines.vllm.scheduler_side.fakes import FIRST, QUESTION, SECOND, STEP, Side, ask_about, make_request, text
 
 HALF = {"recompute_ratio": 0.5, "policy": "random"}
 """60 of the 100 tokens before the question are computed: 20 of the system prompt, 40 of chunks."""
@@ -86,9 +86,9 @@ def test_who_never_gets_room_is_prefilled_unless_it_begins_inside_a_chunk(local,
 
 
 def test_the_first_request_of_a_step_is_admitted_whatever_its_size():
-    side = Side(miss_policy="fill-first")
-    assert admitted(side, "a") == 100
-    assert admitted(side, "b") is None
+    side = stored(miss_policy="fill-first")
+    assert admitted(side, "a", **ALL) == 100
+    assert admitted(side, "b", **ALL) is None
 
 
 def test_room_is_taken_by_those_that_got_blocks_not_by_those_that_asked():
@@ -172,17 +172,30 @@ def test_slices_are_what_vllm_leaves_of_the_planned_time_and_a_share_at_least():
     side.scheduler.finished(request)
 
 
-def test_alone_it_is_loaded_at_once():
-    side = stored(miss_policy="fill-first")
+@pytest.mark.parametrize(("step_tokens", "is_sliced"), [(100, False), (99, True)])
+def test_alone_it_is_loaded_in_whole_steps(step_tokens, is_sliced):
+    side = stored(miss_policy="fill-first", shape={"step_tokens": step_tokens})
     request = side.add(ask_about(FIRST, SECOND, **ALL))
-    assert side.ask(request) == (100, False)
+    assert side.ask(request) == (100, is_sliced)
     side.give(request, 100)
-    [load] = side.step().loads
-    assert not load.is_sliced
+    work = side.step()
+    assert [load.is_sliced for load in work.loads] == [is_sliced]
+    assert work.slice_tokens == (step_tokens if is_sliced else 0)
+
+
+def test_a_request_that_arrives_with_a_long_one_waits_for_a_step_of_it_only():
+    side = stored()
+    long = side.add(make_request("long", text(80, 20 * STEP), FIRST, QUESTION))
+    side.add(make_request("plain", text(82, 10)))
+    assert side.ask(long) == (20 * STEP + 40, True)
+    side.give(long, 20 * STEP + 40)
+    work = side.step(scheduled={"plain": 10}, computed={"plain": 0}, new=frozenset(["plain"]))
+    assert work.loads[0].is_sliced
+    assert work.slice_tokens + 10 <= STEP
 
 
 def test_it_is_alone_again_when_the_others_are_finished():
-    side = stored(miss_policy="fill-first")
+    side = stored(miss_policy="fill-first", shape={"step_tokens": 100})
     other = side.add(ask_about(FIRST, name="other"))
     side.begin(other)
     side.run("other", 10, 60)

@@ -82,7 +82,7 @@ def test_work_is_handed_out_once():
 
 
 def test_a_load_says_all_the_worker_needs():
-    side = Side(miss_policy="fill-first")
+    side = Side(miss_policy="fill-first", shape={"step_tokens": 128})
     side.store(FIRST)
     request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0.25, policy="random"))
     _, blocks = side.begin(request, 16)
@@ -126,7 +126,7 @@ def test_workers_fill_first_only_where_that_is_the_policy(policy, fills):
 
 
 def test_a_blends_digest_covers_all_that_a_choice_depends_on():
-    side = Side(miss_policy="fill-first")
+    side = Side(miss_policy="fill-first", shape={"step_tokens": 256})
     side.begin(side.add(ask_about(FIRST, SECOND, recompute_ratio=0.5)))
     [load] = side.step().loads
     others = [

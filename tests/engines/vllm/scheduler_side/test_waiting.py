@@ -5,7 +5,7 @@ import time
 import pytest
 
 from kvmosaic.engines.vllm.messages import Line
-from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS
+from kvmosaic.engines.vllm.scheduler_side.patience import LEAST_SECONDS, LEAST_STEPS, MOST_SECONDS, UNMEASURED_SECONDS
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, Side, ask_about, digest_of, make_request, text
 
 REMOTE = {"remote": "valkey://nowhere:6379/0"}
@@ -236,11 +236,11 @@ def test_patience_ends_and_the_request_is_prefilled(clock, caplog):
     request = side.add(ask_about(FIRST))
     clock.now += 500  # it may have stood in the queue for long before it is asked for
     assert side.matched(request) is None
-    clock.now += PATIENCE_SECONDS - 0.1
+    clock.now += UNMEASURED_SECONDS - 0.1
     assert side.matched(request) is None
     clock.now += 0.1
     assert side.ask(request) == (0, False)
-    assert f"waited {PATIENCE_SECONDS} s" in caplog.text
+    assert f"waited {UNMEASURED_SECONDS} s" in caplog.text
     assert side.counts("fallbacks") == {"slow-tier": 1}
     assert side.counts("requests") == {"plain": 1}
     assert side.step().released == ["request"]
@@ -251,11 +251,55 @@ def test_patience_ends_and_the_request_is_prefilled(clock, caplog):
     assert side.is_forgotten(request)
 
 
+@pytest.mark.parametrize(
+    ("per_token", "step_tokens", "seconds"),
+    [
+        (0.001, 16, LEAST_SECONDS),
+        (0.1, 16, 0.1 * len(FIRST)),
+        (0.1, 512, LEAST_STEPS * 51.2),
+        (0.01, 300, LEAST_STEPS * 3.0),
+        (9.0, 16, MOST_SECONDS),
+    ],
+)
+def test_it_waits_as_long_as_a_prefill_of_its_chunks_takes(clock, per_token, step_tokens, seconds):
+    side = Side(shape={"step_tokens": step_tokens, "ranks": 2})
+    side.store(FIRST, tier="disk")
+    side.store(SECOND)
+    side.report(costs={"blend": Line(0, per_token)}, rank=0)
+    side.report(costs={"blend": Line(0, per_token / 2)}, rank=1)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    clock.now += min(seconds, MOST_SECONDS) - 0.1
+    assert side.matched(request) is None
+    clock.now += 0.1
+    assert side.matched(request) == 0
+    assert side.counts("fallbacks") == {"slow-tier": 1}
+
+
+def test_each_fetch_has_its_own_time(clock):
+    """Memory loses a chunk while its request waits for another."""
+    side = Side()
+    side.store(FIRST)
+    side.store(SECOND, tier="disk")
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    clock.now += UNMEASURED_SECONDS - 0.1
+    side.store(FIRST, tier="disk")
+    side.store(SECOND)
+    side.report(fetched=["request"])
+    assert side.matched(request) is None
+    clock.now += UNMEASURED_SECONDS - 0.1
+    assert side.matched(request) is None
+    clock.now += 0.1
+    assert side.matched(request) == 0
+    assert side.counts("fallbacks") == {"slow-tier": 1}
+
+
 def test_patience_ends_also_where_workers_never_report(clock):
     side = Side(is_known=False)
     request = side.add(ask_about(FIRST))
     assert side.matched(request) is None
-    clock.now += PATIENCE_SECONDS
+    clock.now += UNMEASURED_SECONDS
     assert side.matched(request) == 0
     assert side.counts("fallbacks") == {"slow-tier": 1}
     assert not side.step().released
@@ -267,7 +311,7 @@ def test_a_chunk_that_is_begun_is_loaded_when_patience_ends(clock):
     side.store(FIRST, SECOND, tier="disk")
     request = side.add(ask_about(FIRST, SECOND))
     assert side.matched(request, 48) is None
-    clock.now += PATIENCE_SECONDS
+    clock.now += UNMEASURED_SECONDS
     assert side.matched(request, 48) == 52
     assert not side.counts("fallbacks")
 
@@ -281,10 +325,10 @@ def test_a_preempted_request_asks_again_and_waits_anew(clock):
     assert side.begin(request)[0] == 60
     side.step()
     request.num_preemptions = 1
-    clock.now += 2 * PATIENCE_SECONDS
+    clock.now += 2 * UNMEASURED_SECONDS
     assert side.matched(request) is None
     assert fetches(side.step()) == [("request", of(FIRST))]
-    clock.now += PATIENCE_SECONDS - 1
+    clock.now += UNMEASURED_SECONDS - 1
     assert side.matched(request) is None
     side.report(fetched=["request"])
     assert side.begin(request)[0] == 60

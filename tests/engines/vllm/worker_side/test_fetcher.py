@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvmosaic.engines.vllm.worker_side import fetcher as fetcher_module
-from kvmosaic.engines.vllm.worker_side.fetcher import FETCHES_AT_ONCE, MAX_WAITING_FETCHES, ChunkFetcher
+from kvmosaic.engines.vllm.worker_side.fetcher import FETCHES_AT_ONCE, MAX_WAITING_FETCHES, TURN_TOKENS, ChunkFetcher
 from kvmosaic.store import ChunkStorageManager, MissReason
 from kvmosaic.store.tiers.disk import DiskTier
 from kvmosaic.store.tiers.host import HostTier
@@ -98,6 +98,49 @@ def test_a_slow_fetch_does_not_hold_up_others(fetcher, disk, entries, store):
     assert store.lookup(entries[1].key, entries[1].tokens, CONTEXT, held={}).tier == "disk"
     gate.set()
     finished(fetcher, "slow")
+
+
+def test_many_slow_fetches_delay_a_quick_one_by_a_turn_each(fetcher, disk, entries, monkeypatch):
+    """Some requests of one client name six documents each, on a slow disk. Then somebody else names one."""
+    monkeypatch.setattr(fetcher_module, "TURN_TOKENS", 1)
+    slow = [entries[6 * number : 6 * number + 6] for number in range(FETCHES_AT_ONCE + 2)]
+    gates = {entry.key: shut(disk, entry) for each in slow for entry in each}
+    for number, each in enumerate(slow):
+        fetcher.start(f"slow {number}", [entry.key for entry in each])
+    for each in slow[:FETCHES_AT_ONCE]:
+        asked(disk, each[0])
+    quick = entries[-1]
+    fetcher.start("quick", [quick.key])
+    for each in slow:  # the first of each
+        asked(disk, each[0])
+        gates[each[0].key].set()
+    ends(fetcher, "quick")
+    assert disk.asked.index(quick.key) <= len(slow) + FETCHES_AT_ONCE
+    for gate in gates.values():
+        gate.set()
+    over = ends(fetcher, *(f"slow {number}" for number in range(len(slow))))
+    assert not any(end.not_brought for end in over.values())
+
+
+def test_a_turn_has_one_entry_at_least_and_further_ones_up_to_its_limit(fetcher, store, entries, monkeypatch):
+    """Tiers read small entries together."""
+    turns, fetch = [], store.fetch_each
+
+    def noting(keys):
+        turns.append(list(keys))
+        return fetch(keys)
+
+    monkeypatch.setattr(store, "fetch_each", noting)
+    keys = [entry.key for entry in entries]
+    size = keys[0].num_tokens
+    for limit, expected in ((1, 1), (size, 1), (3 * size - 1, 2), (3 * size, 3), (TURN_TOKENS, len(keys))):
+        turns.clear()
+        store.empty_memory()
+        monkeypatch.setattr(fetcher_module, "TURN_TOKENS", limit)
+        fetcher.start("a", keys)
+        assert not ends(fetcher, "a")["a"].not_brought
+        assert turns == [keys[start : start + expected] for start in range(0, len(keys), expected)]
+        fetcher.release("a")
 
 
 def test_what_is_released_is_not_begun_and_not_gone_on_with(fetcher, disk, entries):

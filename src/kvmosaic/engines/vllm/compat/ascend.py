@@ -96,9 +96,9 @@ def metadata_builders(
 def sequences_metadata(
     offsets: torch.Tensor, ends: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
 ) -> Any:
-    """What the plugin's builders build metadata from. ``offsets`` ``[sequences + 1]`` and ``ends`` ``[sequences]``
-    are int32 on the host: where each sequence begins among the tokens, and its length. The rest is on the NPU:
-    ``block_table`` ``[sequences, blocks]`` int32, ``slots`` and ``positions`` ``[tokens]``."""
+    """The input from which the plugin's builders build metadata. ``offsets`` ``[sequences + 1]`` and ``ends``
+    ``[sequences]`` are int32 on the host: where each sequence begins among the tokens, and its length. The rest is on
+    the NPU: ``block_table`` ``[sequences, blocks]`` int32, ``slots`` and ``positions`` ``[tokens]``."""
     from vllm_ascend.attention.attention_v1 import AscendAttentionState
     from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 

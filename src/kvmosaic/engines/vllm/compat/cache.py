@@ -1,12 +1,20 @@
 """The shape of vLLM's KV cache."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import mla_attention
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, SlidingWindowSpec, get_kv_cache_spec_kind
+from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpecKind,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+)
+
+from kvmosaic.engines.vllm.compat.layers import layer_index
 
 
 def keeping_all_tokens(specs: dict[str, Any]) -> dict[str, Any]:
@@ -42,12 +50,43 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return size
 
 
-def unsupported_cache(kv_cache_config: Any) -> list[str]:
-    """Why the KV cache that vLLM is going to make cannot hold chunks."""
+def served_cache(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """The ``KVCacheConfig`` without the layers of a draft model, if these share a group with layers of another
+    shape."""
     groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1 or not isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs):
+        return kv_cache_config
+    every = groups[0].kv_cache_spec.kv_cache_specs
+    names = [name for name in every if not _is_draft(vllm_config, name)]
+    specs = [every[name] for name in names]
+    if len(names) == len(every) or not is_kv_cache_spec_uniform({name: every[name] for name in names}):
+        return kv_cache_config
+    group = replace(groups[0], layer_names=names, kv_cache_spec=specs[0].merge(specs))
+    return replace(kv_cache_config, kv_cache_groups=[group])
+
+
+def _is_draft(vllm_config: Any, name: str) -> bool:
+    """Whether a layer is one of a draft model. The scheduler's process has no model that could be asked; vLLM numbers
+    the layers of drafts behind those of the model, or names them ``draft_model``."""
+    if vllm_config.speculative_config is None:
+        return False
+    layers: int = vllm_config.model_config.hf_text_config.num_hidden_layers
+    return name.startswith("draft_model.") or layer_index(name)[0] >= layers
+
+
+def unsupported_cache(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """Why the KV cache that vLLM is going to make cannot hold chunks."""
+    groups = served_cache(vllm_config, kv_cache_config).kv_cache_groups
     if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return []
     kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+    of_model = [group for group in groups if not all(_is_draft(vllm_config, name) for name in group.layer_names)]
+    if len(of_model) == 1 and isinstance(of_model[0].kv_cache_spec, FullAttentionSpec):
+        draft = vllm_config.speculative_config.draft_model_config.model
+        return [
+            f"with the draft model {draft}, vLLM keeps KV in {len(groups)} groups of {kinds}; chunks need one group "
+            "that keeps all tokens; use another draft model"
+        ]
     return [
         f"this model keeps its KV in {len(groups)} group(s) of {kinds}; chunks need one group that keeps all tokens; "
         "use another model"

@@ -265,19 +265,11 @@ class _HeadsAttention(_Announced):
         return output
 
 
-def draft_layers(runner: Any) -> frozenset[str]:
-    """Names of the attention layers of a draft model, which vLLM keeps in the same cache."""
-    found: frozenset[str] = frozenset()
-    for owner, name in (("drafter", "_draft_attn_layer_names"), ("speculator", "draft_attn_layer_names")):
-        found |= frozenset(getattr(getattr(runner, owner, None), name, ()))
-    return found
-
-
-def attention_layers(vllm_config: Any, kv_cache_config: Any, left_out: frozenset[str]) -> list[KVLayer]:
-    """The attention layers that have a cache, first to last, except those ``left_out``."""
+def attention_layers(vllm_config: Any, kv_cache_config: Any) -> list[KVLayer]:
+    """The attention layers that have a cache, first to last, including those of a draft model."""
     context = vllm_config.compilation_config.static_forward_context
-    names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names} - left_out
-    modules = [context[name] for name in sorted(names, key=_layer_index)]
+    names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
+    modules = [context[name] for name in sorted(names, key=layer_index)]
     return [_kind(each)(each) for each in modules]
 
 
@@ -287,7 +279,8 @@ def _kind(module: Any) -> type[HeadsLayer] | type[LatentLayer]:
     return PairLayer if is_ascend(module.get_attn_backend()) else HeadsLayer
 
 
-def _layer_index(name: str) -> tuple[int, str]:
+def layer_index(name: str) -> tuple[int, str]:
+    """A sort key for vLLM's names of layers: the layer's number, and the name."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return (numbers[0] if numbers else 0, name)
 

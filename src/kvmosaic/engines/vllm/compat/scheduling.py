@@ -30,8 +30,6 @@ __all__ = [
     "take_parameters",
 ]
 
-_TEXTS = frozenset({"documents", "question"})
-"""Parameters of requests that hold texts."""
 HIDDEN = b"\xf3kvm"
 """Suffix of block hashes that are left out of vLLM's events. Events may carry only the last 8 bytes of a hash."""
 
@@ -203,19 +201,16 @@ def count_cached_tokens(request: Any, local: int, reused: int) -> None:
 
 
 def take_parameters(request: Any) -> object:
-    """The ``kv_transfer_params`` that a client sent. vLLM accepts any value (as ``vllm_xargs``), and looks up keys in
-    it after the connector has seen the request. So a value that is not an object is removed from the request. Texts
-    are removed as well: vLLM would send them to the workers, and log them if the engine fails."""
+    """The ``kv_transfer_params`` that a client sent, which are removed from the request. vLLM accepts any value (as
+    ``vllm_xargs``), and looks up keys in it after the connector has seen the request. vLLM would also send the texts
+    among them to the workers, and log them if the engine fails."""
     sent: object = request.kv_transfer_params
-    if not isinstance(sent, dict):
-        request.kv_transfer_params = None
-    elif _TEXTS & sent.keys():
-        rest = {name: value for name, value in sent.items() if name not in _TEXTS}
-        request.kv_transfer_params = rest
-        sampling = request.sampling_params
-        if sampling is not None and sampling.extra_args:
-            request.sampling_params = copy(sampling)
-            request.sampling_params.extra_args = {**sampling.extra_args, "kv_transfer_params": rest}
+    request.kv_transfer_params = None
+    sampling = request.sampling_params
+    if sampling is not None and "kv_transfer_params" in (sampling.extra_args or {}):
+        request.sampling_params = copy(sampling)  # the caller's own keep theirs
+        rest = {name: value for name, value in sampling.extra_args.items() if name != "kv_transfer_params"}
+        request.sampling_params.extra_args = rest or None
     return sent
 
 

@@ -1,6 +1,6 @@
 """The weights that vLLM loaded, where they came from, and which methods may change them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,44 @@ CHANGING = (
     "wake_up",
 )
 """Methods of vLLM's workers, in any supported release, that may change weights."""
+HARMLESS = frozenset(
+    {
+        *("add_lora", "list_loras", "pin_lora", "remove_lora"),
+        *("check_health", "profile", "reset_encoder_cache", "reset_mm_cache", "synchronize_device"),
+        *("execute_dummy_batch", "execute_model", "sample_tokens", "take_draft_token_ids"),
+        *("device", "local_rank", "model_config", "parallel_config", "rank", "vocab_size"),
+        *("get_kv_cache_spec", "get_model_inspection", "get_supported_tasks", "shutdown"),
+    }
+)
+"""Names of a worker that vLLM itself looks up by name, in steps or often, and that change no weights. (Weights of
+adapters are watched by themselves.)"""
+OURS = "chunk_cache_"
+"""Prefix of our own names."""
 COLUMNS = 8
 """Number of columns that are sampled of a matrix that only supports multiplication."""
 
 
-def weight_files(vllm_config: Any) -> tuple[str, str | None, str | None] | None:
+def watch_calls(note: Callable[[], None]) -> None:
+    """Have ``note`` called before anything of a worker is looked up by name that may change weights: any method that
+    ``collective_rpc`` calls, also of an extension class, and the attributes by which a function that it sends gets at
+    the model. Only names that are known to be harmless are left out."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    look_up = WorkerWrapperBase.__getattr__
+
+    def watching(wrapper: Any, name: str) -> Any:
+        if name not in HARMLESS and not name.startswith((OURS, "__")):
+            note()
+        return look_up(wrapper, name)
+
+    WorkerWrapperBase.__getattr__ = watching  # type: ignore[method-assign]
+
+
+def weight_files(model: Any, load: Any) -> tuple[str, str | None, str | None] | None:
     """Model, revision and the hub's cache folder; ``None`` unless the loaded weights certainly come from the files
-    there."""
+    there. ``model`` is vLLM's ``ModelConfig``, ``load`` its ``LoadConfig``."""
     from vllm import envs
 
-    model, load = vllm_config.model_config, vllm_config.load_config
     is_elsewhere = bool(getattr(model, "model_weights", None)) or getattr(envs, "VLLM_USE_MODELSCOPE", False)
     format_ = str(getattr(load.load_format, "value", load.load_format))
     if is_elsewhere or (format_ not in FROM_FILES and not _is_one_file(model.model)):

@@ -9,25 +9,29 @@ import torch
 from kvmosaic.core.entry import KVFormat
 from kvmosaic.core.errors import UnsupportedModelError
 from kvmosaic.core.window import WindowTails
-from kvmosaic.engines.vllm.compat.layers import KVLayer, PairLayer, attention_layers, draft_layers, has_shared_caches
+from kvmosaic.engines.vllm.compat.drafts import draft_layers
+from kvmosaic.engines.vllm.compat.layers import KVLayer, PairLayer, attention_layers, has_shared_caches
 from kvmosaic.engines.vllm.compat.quantised import has_scales_per_head
 from kvmosaic.engines.vllm.forward.runs import Pass, Run
 
 
 class KVLayers:
     """All layers of the model that cache K and V, first to last, and access to their caches. Layers of a draft model
-    are not among them: a draft only proposes tokens, so its KV of reused tokens may be missing."""
+    are not among them, because only the model's own decide about answers."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, runner: Any) -> None:
         """``runner`` is vLLM's model runner."""
         groups = kv_cache_config.kv_cache_groups
         self.device: torch.device = runner.device
-        self.layers: list[KVLayer] = attention_layers(vllm_config, kv_cache_config, draft_layers(runner))
+        drafts, every = draft_layers(runner), attention_layers(vllm_config, kv_cache_config)
+        self.layers: list[KVLayer] = [layer for layer in every if layer.name not in drafts]
+        self.of_draft_model: list[KVLayer] = [layer for layer in every if layer.name in drafts]
+        """The layers of a draft model."""
+        self.drafts: list[KVLayer] = []
+        """Those layers of a draft model whose KV is in entries as well; all of them or none."""
         self.num_blocks: int = kv_cache_config.num_blocks
         self.block_sizes: list[int] = [group.kv_cache_spec.block_size for group in groups]
         """Tokens per block, per KV cache group."""
-        self.index_of: dict[str, int] = {layer.name: index for index, layer in enumerate(self.layers)}
-        """Index of each layer, by vLLM's name of it."""
         self.has_shared_caches = has_shared_caches(vllm_config)
         """Whether the model has further attention layers, which read the caches of these."""
         if self.has_shared_caches and vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -53,6 +57,27 @@ class KVLayers:
         pairs = [layer.pair for layer in self.layers if isinstance(layer, PairLayer)]
         return pairs if len(pairs) == len(self) else None
 
+    def keep_drafts(self, drafts: Sequence[KVLayer]) -> None:
+        """Have entries also hold the KV of these layers of a draft model. To be called before any entry is made."""
+        self.drafts = list(drafts)
+        for name in ("index_of", "query_heads"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def kept(self) -> list[KVLayer]:
+        """The layers whose KV is in entries: the model's, then those of a draft model."""
+        return [*self.layers, *self.drafts] if self.drafts else self.layers
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Index of each layer among those that are kept, by vLLM's name of it."""
+        return {layer.name: index for index, layer in enumerate(self.kept)}
+
+    @cached_property
+    def query_heads(self) -> frozenset[int]:
+        """All numbers of query heads of a layer that is kept."""
+        return frozenset(layer.heads for layer in self.kept)
+
     def __len__(self) -> int:
         return len(self.layers)
 
@@ -73,9 +98,9 @@ class KVLayers:
         return self.layers[0].quantised is not None
 
     def format(self, dtype: torch.dtype, tails: WindowTails) -> KVFormat:
-        """Format of this rank's entries of these layers."""
+        """Format of this rank's entries."""
         layer = self.layers[0]
-        return KVFormat(len(self), layer.kv_heads, layer.k_dim, layer.v_dim, dtype, tails)
+        return KVFormat(len(self.kept), layer.kv_heads, layer.k_dim, layer.v_dim, dtype, tails)
 
     @property
     def free_blocks(self) -> list[range]:

@@ -34,8 +34,9 @@ class Ranks:
     Each operation is done in the tensor-parallel group and then in the pipeline-parallel group, or the other way
     round. Together these two reach every rank."""
 
-    def __init__(self, model_config: Any, layers: int) -> None:
-        """``layers``: number of layers that this rank has."""
+    def __init__(self, model_config: Any, layers: int, drafts: int = 0) -> None:
+        """``layers``: number of layers that this rank has; ``drafts``: number of layers of a draft model in entries,
+        behind the model's."""
         tensor, pipeline = get_tp_group(), get_pp_group()
         self._groups = [group for group in (tensor, pipeline) if group.world_size > 1]
         self.per_stage: int = tensor.world_size
@@ -50,7 +51,7 @@ class Ranks:
         self.num_layers = sum(counts)
         # vLLM gives every rank the whole latent that all heads share.
         heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
-        self.share = HeadShare.of_rank(tensor.rank_in_group, self.per_stage, heads, layers, first)
+        self.share = HeadShare.of_rank(tensor.rank_in_group, self.per_stage, heads, layers + drafts, first)
 
     def all_have(self, mine: Sequence[bool]) -> list[bool]:
         """Whether every rank has an item, for each item. All ranks call this with the same items in the same order.

@@ -31,17 +31,22 @@ class VllmTable:
         return CosSin(cos, sin)
 
 
-def measure_rotary(forward: SparseForward, model: torch.nn.Module) -> list[LayerRotary | None]:
-    """Compute the same tokens at two positions and explain the difference, layer by layer. To be called before any
-    block is in use."""
+def measure_rotary(
+    forward: SparseForward, models: Sequence[torch.nn.Module], first_layer: int
+) -> list[LayerRotary | None]:
+    """Compute the same tokens at two positions and explain the difference, layer by layer as in entries. ``models``:
+    the model, and the draft model if its layers are among these. ``first_layer``: number of this rank's first layer
+    in the whole model. To be called before any block is in use."""
     tokens = list(range(3, 15))
-    old, new = range(len(tokens)), range(29, 29 + len(tokens))
+    # Some draft models (MTP) read the first token of a sequence in another way.
+    first = 1 if forward.kv.drafts else 0
+    old, new = range(first, first + len(tokens)), range(29, 29 + len(tokens))
     run = Run(tokens, 0, forward.kv.free_blocks)
-    at_old, at_new = forward.capture([run]), forward.capture([run], shift=new.start)
-    tables = [VllmTable(module) for module in rotary_modules(model)]
+    at_old, at_new = forward.capture([run], shift=old.start), forward.capture([run], shift=new.start)
+    tables = [VllmTable(module) for model in models for module in rotary_modules(model)]
     return [
         explain_layer(
-            layer,
+            first_layer + layer,
             (at_old[0][layer].transpose(0, 1), at_old[1][layer].transpose(0, 1)),
             (at_new[0][layer].transpose(0, 1), at_new[1][layer].transpose(0, 1)),
             old,
@@ -49,5 +54,5 @@ def measure_rotary(forward: SparseForward, model: torch.nn.Module) -> list[Layer
             tables,
             is_quantised=forward.kv.is_quantised,
         )
-        for layer in range(len(forward.kv))
+        for layer in range(len(forward.kv.kept))
     ]

@@ -26,10 +26,17 @@ class Run(NamedTuple):
     """vLLM's number of the LoRA adapter that the tokens are computed with, which is active; 0 for none."""
     images: SequenceImages | None = None
     """The images of the sequence, if it has any. Their tokens are stand-ins."""
+    following: int | None = None
+    """The token behind the last one, if it is known. Only some draft models read it."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    def split(self, count: int) -> tuple["Run", "Run"]:
+        """The first ``count`` tokens, which are not all, and the rest."""
+        head = self._replace(tokens=self.tokens[:count], following=self.tokens[count])
+        return head, self._replace(tokens=self.tokens[count:], start=self.start + count)
 
 
 class PagedTokens(NamedTuple):
@@ -79,6 +86,16 @@ class Pass:
         # An ordinary tensor, as in vLLM's own steps: torch would compile code again for tensors of inference mode.
         with torch.inference_mode(False):
             return torch.from_numpy(ids).to(self.device)
+
+    @cached_property
+    def following_ids(self) -> torch.Tensor:
+        """Id of the token behind each token, ``[tokens]`` int32. Where it is not known, the token's own id."""
+        ids = [
+            token
+            for run in self.runs
+            for token in (*run.tokens[1:], run.tokens[-1] if run.following is None else run.following)
+        ]
+        return torch.tensor(ids, dtype=torch.int32, device=self.device)
 
     @cached_property
     def has_images(self) -> bool:
@@ -135,9 +152,10 @@ def cut(runs: Sequence[Run], room: int) -> tuple[list[Run], list[Run]]:
     first: list[Run] = []
     for index, run in enumerate(runs):
         if len(run.tokens) > room:
-            head = [run._replace(tokens=run.tokens[:room])] if room else []
-            rest = run._replace(tokens=run.tokens[room:], start=run.start + room)
-            return first + head, [rest, *runs[index + 1 :]]
+            if not room:
+                return first, [run, *runs[index + 1 :]]
+            head, rest = run.split(room)
+            return [*first, head], [rest, *runs[index + 1 :]]
         first.append(run)
         room -= len(run.tokens)
     return first, []
@@ -151,7 +169,10 @@ def runs_of(
     images: SequenceImages | None = None,
 ) -> list[Run]:
     """The ``wanted`` tokens, ``[tokens]`` bool, of a sequence as runs."""
-    return [Run(tokens[start:end], start, blocks, adapter_id, images) for start, end in _stretches(wanted)]
+    return [
+        Run(tokens[start:end], start, blocks, adapter_id, images, tokens[end] if end < len(tokens) else None)
+        for start, end in _stretches(wanted)
+    ]
 
 
 def remaining(runs: Sequence[Run], kept: np.ndarray) -> list[Run]:
@@ -161,7 +182,9 @@ def remaining(runs: Sequence[Run], kept: np.ndarray) -> list[Run]:
     for run in runs:
         own = kept[at : at + len(run.tokens)]
         at += len(run.tokens)
-        parts += [run._replace(tokens=run.tokens[a:b], start=run.start + a) for a, b in _stretches(own)]
+        for first, end in _stretches(own):
+            following = run.tokens[end] if end < len(run.tokens) else run.following
+            parts.append(run._replace(tokens=run.tokens[first:end], start=run.start + first, following=following))
     return parts
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvmosaic.engines.vllm.compat.adapters import with_adapter
+from kvmosaic.engines.vllm.compat.drafts import Drafter
 from kvmosaic.engines.vllm.compat.graphs import graph_inputs, graph_size
 from kvmosaic.engines.vllm.compat.images import ImageModel
 from kvmosaic.engines.vllm.compat.layers import Backend, KVLayer, attention_by
@@ -34,8 +35,8 @@ class _Attention(NamedTuple):
     """How attention of a pass is computed."""
 
     num_tokens: int
-    queries: Queries | None
-    """The tokens in tiles, if our own kernel computes it."""
+    queries: dict[int, Queries] | None
+    """The tokens in tiles, by number of query heads, if our own kernel computes it."""
     parts: Sequence[Pass]
     """The pass in parts that the backend can compute, if that computes it."""
 
@@ -54,9 +55,11 @@ class SparseForward:
         arrivals: LayerArrivals | None,
         tiles: TileAttention | None,
         images: ImageModel | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """``arrivals``: KV that is being copied into the cache; ``tiles``: attention by our own kernel, if it can
-        read the cache; ``images``: the part of the model that reads images, if it can be used."""
+        read the cache; ``images``: the part of the model that reads images, if it can be used; ``drafter``: a draft
+        model that computes KV for all tokens of which the model's is computed in all layers."""
         self.kv = kv
         self._ranks = ranks
         self._stages = Stages()
@@ -66,6 +69,7 @@ class SparseForward:
         self._arrivals = arrivals
         self._tiles = tiles
         self._images = images
+        self._drafter = drafter
         # On a CPU, vLLM's compiled code is traced only for its own steps; on an NPU, it was never tried. The compiled
         # code of some models takes embeddings. Between pipeline stages, it takes hidden states from buffers of the
         # step in progress.
@@ -97,16 +101,17 @@ class SparseForward:
         return torch.cat([self._forward(work, shift) for work in self._passes(runs)])
 
     def capture(self, runs: Sequence[Run], shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute all runs and return the K and V they cache: ``[layers, tokens, heads, dim]`` each, keys rotated.
-        With ``shift``, the model gets positions that are higher by that number, while runs see the same keys."""
-        noted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in self.kv.layers]
+        """Compute all runs and return the K and V that entries hold of them: ``[layers, tokens, heads, dim]`` each,
+        keys rotated. With ``shift``, the model gets positions that are higher by that number, while runs see the same
+        keys."""
+        noted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in self.kv.kept]
 
         def note(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             for kept, rows in zip(noted[index], (k, v), strict=True):
                 kept.append(rows.clone())
 
         for work in self._passes(runs):
-            self._forward(work, shift, note, range(len(self.kv)))
+            self._forward(work, shift, note, range(len(self.kv.kept)))
         k, v = (torch.stack([torch.cat(layer[which]) for layer in noted]) for which in (0, 1))
         return k, v
 
@@ -153,10 +158,13 @@ class SparseForward:
                 if is_full or (batch and not self.kv.can_share_a_pass(batch[-1], rest)):
                     yield self.kv.make_pass(batch)
                     room, batch = self.step_tokens, []
-                head = rest._replace(tokens=rest.tokens[:room])
+                if len(rest.tokens) <= room:
+                    batch.append(rest)
+                    room -= len(rest.tokens)
+                    break
+                head, rest = rest.split(room)
                 batch.append(head)
-                room -= len(head.tokens)
-                rest = rest._replace(tokens=rest.tokens[len(head.tokens) :], start=head.end)
+                room = 0
         if batch:
             yield self.kv.make_pass(batch)
 
@@ -174,16 +182,15 @@ class SparseForward:
         narrowing: Narrowing | None = None,
     ) -> torch.Tensor:
         """Run one pass and return the hidden states behind this rank's last layer, ``[tokens, hidden]``. ``observe``
-        is called for the layers ``observed``, numbered on this rank. With ``graphs``, the pass uses vLLM's CUDA
-        graphs if one is large enough: a pass of few tokens spends its time on launching kernels, not on running
-        them. ``hands_on``: whether the next pipeline stage, if there is one, waits for the output.
+        is called for the layers ``observed``, numbered as in this rank's entries. With ``graphs``, the pass uses
+        vLLM's CUDA graphs if one is large enough: a pass of few tokens spends its time on launching kernels, not on
+        running them. ``hands_on``: whether the next pipeline stage, if there is one, waits for the output.
         ``narrowing``: drops tokens on the way."""
         count = work.num_tokens
         size = graph_size(self._runner, count) if graphs and self._runs_compiled else None
         padding = 0 if size is None else size - count
         attention = self._attention(work, [work] if narrowing is None else list(self._passes(work.runs)))
         positions = work.rotary_positions + shift if shift else work.rotary_positions
-        embeddings = self._embeddings(work) if work.has_images else None
         inputs = padded(work.token_ids, padding), padded(positions, padding)
 
         def attend(layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Backend) -> None:
@@ -194,7 +201,7 @@ class SparseForward:
             if narrowing is not None:
                 narrowing.computed(index, k, v)
             if attention.queries is not None and self._tiles is not None:
-                self._tiles.attend(layer, q[:count], attention.queries, out[:count])
+                self._tiles.attend(layer, q[:count], attention.queries[layer.heads], out[:count])
             elif len(attention.parts) == 1:
                 backend()
             else:
@@ -218,47 +225,69 @@ class SparseForward:
         has_arrivals = self._arrivals is not None and self._arrivals.is_pending
         everywhere = attention.queries is not None or narrowing is not None or has_arrivals
         # Only the layers that need it: between CUDA graphs, every call in Python counts.
-        watched = self.kv.layers if everywhere else [self.kv.layers[index] for index in observed]
+        watched = self.kv.kept if everywhere else [self.kv.kept[index] for index in observed]
         with (
             torch.inference_mode(),
             with_adapter(self._runner, work.adapter_id, len(work.sequences), count),
             attention_by(attend, wait_for, watched),
-            self._metadata.context(
-                work,
-                self._told(attention),
-                padding=padding,
-                graph=size,
-                skip_compiled=narrowing is not None or not self._runs_compiled,
-            ),
-            ExitStack() as rests,
-            nullcontext() if narrowing is None else narrowing.active(follow),
-            nullcontext(inputs) if size is None else graph_inputs(self._runner, *inputs, count) as (
-                input_ids,
-                places,
-            ),
         ):
-            self._ranks.go_on()
-            try:
-                output = self._runner.model(
-                    input_ids=input_ids if embeddings is None else None,
-                    positions=places,
-                    intermediate_tensors=self._stages.receive(),
-                    inputs_embeds=embeddings,
-                )
-            except Exception as error:
-                if isinstance(error, SeenEnough):
+            told = self._told(attention)
+            with (
+                self._metadata.context(
+                    work,
+                    told,
+                    padding=padding,
+                    graph=size,
+                    skip_compiled=narrowing is not None or not self._runs_compiled,
+                ),
+                ExitStack() as rests,
+                nullcontext() if narrowing is None else narrowing.active(follow),
+                nullcontext(inputs) if size is None else graph_inputs(self._runner, *inputs, count) as (
+                    input_ids,
+                    places,
+                ),
+            ):
+                self._ranks.go_on()
+                try:
+                    # The image encoder and the embedding are collective operations if several ranks share the layers.
+                    embeddings = self._embeddings(work) if work.has_images else None
+                    output = self._runner.model(
+                        input_ids=input_ids if embeddings is None else None,
+                        positions=places,
+                        intermediate_tensors=self._stages.receive(),
+                        inputs_embeds=embeddings,
+                    )
+                    if self._drafter is not None and narrowing is None:
+                        # Before the next pass: a CUDA graph would overwrite the output.
+                        self._draft(self._drafter, work, told, positions, output)
+                except Exception as error:
+                    if isinstance(error, SeenEnough):
+                        raise
+                    if self._ranks.per_stage > 1:
+                        raise RankLostError("the model failed on one of several ranks") from error
+                    if hands_on:
+                        self._stages.fail()
                     raise
-                if self._ranks.per_stage > 1:
-                    raise RankLostError("the model failed on one of several ranks") from error
-                if hands_on:
-                    self._stages.fail()
-                raise
-            return self._stages.hand_on(output)[:count]
+                return self._stages.hand_on(output)[:count]
+
+    def _draft(
+        self,
+        drafter: Drafter,
+        work: Pass,
+        metadata: dict[str, Any] | None,
+        positions: torch.Tensor,
+        output: Any,
+    ) -> None:
+        """Have the draft model compute its KV of a pass, from the model's ``output``. Its compiled code and its CUDA
+        graphs are left to vLLM's own steps."""
+        with self._metadata.context(work, metadata, padding=0, graph=None, skip_compiled=True):
+            drafter.follow(output, work.token_ids, work.following_ids, positions)
 
     def _attention(self, work: Pass, parts: Sequence[Pass]) -> _Attention:
         """``parts``: the pass in parts that the backend can compute."""
         if self._tiles is not None and (self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs):
-            return _Attention(work.num_tokens, self._tiles.queries(work.sequences), ())
+            queries = {heads: self._tiles.queries(work.sequences, heads) for heads in self.kv.query_heads}
+            return _Attention(work.num_tokens, queries, ())
         return _Attention(work.num_tokens, None, parts)
 
     def _told(self, attention: _Attention) -> dict[str, Any] | None:
@@ -268,5 +297,4 @@ class SparseForward:
     def _embeddings(self, work: Pass) -> torch.Tensor:
         """Embeddings of all tokens of a pass, ``[tokens, hidden]``, made as vLLM makes them."""
         assert self._images is not None
-        with torch.inference_mode():
-            return self._images.embed(work.token_ids, work.image_rows(), work.is_image)
+        return self._images.embed(work.token_ids, work.image_rows(), work.is_image)

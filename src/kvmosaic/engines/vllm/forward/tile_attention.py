@@ -29,8 +29,8 @@ class TileAttention:
         layer = kv.layers[0]
         self.slowdown = slowdown
         self._device = kv.device
-        self._group = layer.heads // layer.kv_heads
-        self._tokens = ROWS // self._group
+        self._heads, self._kv_heads = layer.heads, layer.kv_heads
+        self._tokens = ROWS // (layer.heads // layer.kv_heads)
         self._block_size = kv.block_sizes[0]
         self._at_once = key_ranges_at_once(kv.device, layer.kv_heads)
 
@@ -54,13 +54,14 @@ class TileAttention:
         ours = sum(len(run.tokens) * run.end for run in runs) / self._tokens
         return ours * self.slowdown < theirs
 
-    def queries(self, sequences: Sequence[PagedTokens]) -> Queries:
-        """Put the tokens of some sequences, whose blocks are in one group, into tiles."""
+    def queries(self, sequences: Sequence[PagedTokens], heads: int | None = None) -> Queries:
+        """Put the tokens of some sequences, whose blocks are in one group, into tiles, for layers with ``heads``
+        query heads; by default, for the model's."""
         asking = [
             Asking(positions, blocks[0][: int(positions[-1]) // self._block_size + 1])  # later ones are not read
             for positions, blocks in sequences
         ]
-        return Queries.of(asking, self._group, self._device, self._at_once)
+        return Queries.of(asking, (heads or self._heads) // self._kv_heads, self._device, self._at_once)
 
     def attend(self, layer: KVLayer, q: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:
         """Attention of ``q`` ``[tokens, heads, dim]`` over a layer's cache, into ``out``."""
@@ -79,10 +80,10 @@ class TileAttention:
         told = metadata.build(work)[layer.name]
         with torch.inference_mode():
             # Compile the kernels now, for long runs and for single tokens, so that no request waits for that.
-            for other in {layer.window: layer for layer in kv.layers}.values():
+            for other in {(layer.window, layer.heads): layer for layer in kv.kept}.values():
                 for each in (run, Run(range(1), context - 1, blocks)):
                     asking, _, _, result = self._draw(other, len(each.tokens))
-                    self.attend(other, asking, self.queries(kv.make_pass([each]).sequences), result)
+                    self.attend(other, asking, self.queries(kv.make_pass([each]).sequences, other.heads), result)
             ours = _seconds(lambda: self.attend(layer, q, queries, out))
             theirs = _seconds(lambda: layer.attend(q, k, v, told, out))
         return ours / theirs

@@ -70,7 +70,7 @@ class _StreamEnd:
         self._is_told = False
 
     def change(self, piece: bytes, is_last: bool) -> bytes:
-        """What to send instead of ``piece``, which holds whole events."""
+        """The bytes to send instead of ``piece``, which holds whole events."""
         if self._like is None and piece.startswith(_EVENT):
             self._like = _chunk_fields(piece)
         if self._is_told or self._note.report is None:

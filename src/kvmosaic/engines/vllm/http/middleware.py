@@ -33,6 +33,7 @@ class ChunkMiddleware:
         self._app = app
         self._admin = AdminApp.from_environment()
         self._page: PageApp | None = None
+        self._page_pass: str | None = None
         self._config: ChunkCacheConfig | None = None
         self._has_looked = False
 
@@ -54,7 +55,8 @@ class ChunkMiddleware:
         if config.clients_get_reports:
             note.is_asked_for = (HEADER, b"report") in ((name, value.lower()) for name, value in scope["headers"])
             send = AnswerWithReport(send, note)
-        await self._app(scope, NamedRequest(scope, receive, DocumentNamer(config, path, note)), send)
+        namer = DocumentNamer(config, path, note, self._page_pass)
+        await self._app(scope, NamedRequest(scope, receive, namer), send)
 
     def _engine_config(self, app: Any) -> ChunkCacheConfig | None:
         """The engine's settings, if it has a chunk cache. They are looked up again until there is an engine."""
@@ -81,5 +83,5 @@ class ChunkMiddleware:
             logger.error("chunk_page: there is no page without an admin key; set %s", ADMIN_KEY_VARIABLE)
         elif config.chunk_page and key is not None:
             recent = RecentRequests(shows_text=config.admin_shows_text)
-            self._page = PageApp(key, config, engine, recent)
+            self._page, self._page_pass = PageApp(key, config, engine, recent), key.page_pass
         watch_transfer_params(engine.client, ReportRoutes(config, recent).taker)

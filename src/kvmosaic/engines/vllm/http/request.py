@@ -9,9 +9,10 @@ from starlette.types import Message, Receive, Scope
 
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.limits import MAX_DOCUMENTS
-from kvmosaic.core.sources import find_seams, find_sources
+from kvmosaic.core.sources import find_seams, find_sources, has_too_many_parts
 from kvmosaic.engines.vllm.http.body import RequestBody
 from kvmosaic.engines.vllm.http.report import ReportNote
+from kvmosaic.engines.vllm.parameters import PAGE_PARAMETER
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "/v1/chat/completions": ("documents", "messages"),
@@ -35,6 +36,8 @@ class DocumentNamer:
     config: ChunkCacheConfig
     path: str
     note: ReportNote
+    page_pass: str | None = None
+    """With it, the engine reports on a request for the page; ``None`` without a page."""
 
     def name_documents(self, sent: bytes) -> bytes:
         """The body, with parameters for its documents and its report added."""
@@ -42,8 +45,10 @@ class DocumentNamer:
             body = RequestBody(sent)
             added = self._documents(body)
             asked = body.parameter("report")
-            if (self.note.is_asked_for and asked is None) or (self.config.chunk_page and asked in (None, False)):
+            if self.note.is_asked_for and asked is None:
                 added["report"] = True
+            if self.page_pass is not None:
+                added[PAGE_PARAMETER] = self.page_pass
             self.note.is_asked_for |= asked is True
             return body.with_parameters(added) if added else sent
         except (ValueError, RecursionError):  # the server reports the error, or can read the body anyway
@@ -60,6 +65,8 @@ class DocumentNamer:
         if is_off or named is None or len(named) > MAX_DOCUMENTS or not FIELDS[self.path] or not has_use:
             return {}  # also if the engine will refuse what the client named
         fields = body.read(FIELDS[self.path])
+        if has_too_many_parts(fields):
+            return {"chunk_cache": False}  # documents could be found over questions that nobody looked at
         found = find_sources(fields, config.sources, config.min_chunk_tokens)
         known = {name.strip() for name in named}
         further = [text for text in found.documents if text not in known][: MAX_DOCUMENTS - len(named)]

@@ -106,7 +106,9 @@ class RequestBlocks(ABC):
         shared = len(context) // lcm(*sizes) * lcm(*sizes)
         first = [shared // size for size in sizes]
         results: list[PackedKV] = []
-        runs = [Run(context[:shared], 0, blocks, adapter_id)] if shared and sink is None else []
+        following = next(iter(context[shared:]), None)
+        begin = Run(context[:shared], 0, blocks, adapter_id, following=following)
+        runs = [begin] if shared and sink is None else []
         used = list(first)
         if sink is not None:
             self.place([(sink, 0)], blocks, 0)

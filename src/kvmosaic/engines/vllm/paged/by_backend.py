@@ -68,7 +68,7 @@ class BackendBlocks(RequestBlocks):
         everything = _Kept.of(moves, [len(entry.tokens) for entry, _ in moves], start)
         tail = _Kept.of(moves, [min(len(entry.tokens), self.tails.tokens) for entry, _ in moves], start)
         slots = {kept: kv.slots(kept.positions.to(kv.device), blocks) for kept in (everything, tail)}
-        for index, layer in enumerate(kv.layers):
+        for index, layer in enumerate(kv.kept):
             kept = tail if index in windowed else everything
             # [heads, tokens, dim] of all entries
             k, v = (torch.cat(rows, dim=1) for rows in zip(*(entry.layer(index) for entry in moved), strict=True))

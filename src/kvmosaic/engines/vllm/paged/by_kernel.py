@@ -28,7 +28,7 @@ def readable_caches(kv: KVLayers) -> PagedCaches | None:
     GPU. To be called before any block is in use."""
     if kv.device.type != "cuda":
         return None
-    layers, first = [layer.cache for layer in kv.layers], kv.layers[0]
+    layers, first = [layer.cache for layer in kv.kept], kv.layers[0]
     if (
         len(kv.block_sizes) > 1
         or len({(layer.shape, layer.stride(), layer.dtype) for layer in layers}) > 1
@@ -155,7 +155,7 @@ def _reads_what_the_backend_wrote(kv: KVLayers, caches: PagedCaches) -> bool:
         for dim in (layer.k_dim, layer.v_dim)
     )
     slots = kv.slots(torch.arange(tokens, device=kv.device), [blocks])
-    for each in kv.layers:
+    for each in kv.kept:
         kv.write(each, k, v, slots)
     form = caches.format(WHOLE, is_int8=False)
     move = _room(form, kv, tokens, 0)

@@ -48,7 +48,7 @@ class BlockReader:
         if not torch.equal(found[order], place + 1):
             return None
         # The order found in one block of one layer has to hold everywhere.
-        return reader if all(reader._reads_what_was_written(index) for index in range(len(kv.layers))) else None
+        return reader if all(reader._reads_what_was_written(index) for index in range(len(kv.kept))) else None
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K ``[heads, layers, tokens, k_dim]`` and V of positions ``start .. end-1`` of a sequence in ``blocks``."""
@@ -56,10 +56,10 @@ class BlockReader:
         used = blocks[start // size : -(-end // size)]
         inside = slice(start % size, start % size + end - start)
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for index in range(len(self._kv.layers)):
+        for index in range(len(self._kv.kept)):
             numbers = self._block_numbers(index, used)
             split = layer.kv_heads * size * layer.k_dim
-            parts = _to_be_written(self._kv.layers[index], numbers[:, :split], numbers[:, split:])
+            parts = _to_be_written(self._kv.kept[index], numbers[:, :split], numbers[:, split:])
             for kept, flat, dim in zip(found, parts, (layer.k_dim, layer.v_dim), strict=True):
                 rows = flat.view(len(used), layer.kv_heads, size, dim).transpose(0, 1)
                 kept.append(rows.reshape(layer.kv_heads, -1, dim)[:, inside].to(self._dtype))
@@ -68,13 +68,13 @@ class BlockReader:
     def _block_numbers(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
         """The numbers of these blocks, in the order in which they were written, without scales, ``[blocks,
         numbers]``."""
-        cache = self._kv.layers[layer].cache
+        cache = self._kv.kept[layer].cache
         wanted = torch.tensor(list(blocks), device=cache.device)
         packed = cache.index_select(self._axis, wanted).movedim(self._axis, 0).reshape(len(blocks), -1)
-        return _cached_numbers(self._kv.layers[layer], packed[:, self._order])
+        return _cached_numbers(self._kv.kept[layer], packed[:, self._order])
 
     def _reads_what_was_written(self, layer: int) -> bool:
-        quantised = self._kv.layers[layer].quantised
+        quantised = self._kv.kept[layer].quantised
         if quantised is None:
             numbers = torch.randn(len(self._order), device=self._kv.device).to(self._dtype)
         else:  # all that there are
@@ -86,7 +86,7 @@ class BlockReader:
 
 
 def _cached_numbers(layer: KVLayer, cached: torch.Tensor) -> torch.Tensor:
-    """What a layer's backend reads in ``cached`` elements of its cache; in float32 if they are quantised."""
+    """The numbers that a layer's backend reads in ``cached`` elements of its cache; float32 if quantised."""
     quantised = layer.quantised
     return cached if quantised is None else cached.view(quantised.dtype).float()
 
@@ -106,7 +106,7 @@ def _num_elements(kv: KVLayers) -> int:
 def _write(kv: KVLayers, index: int, block: int, numbers: torch.Tensor) -> None:
     """Have the backend write one block of a layer, K ``[heads, block_size, k_dim]`` first, then V. The numbers are
     those that a quantised cache is to hold, without scales."""
-    layer, size = kv.layers[index], kv.block_sizes[0]
+    layer, size = kv.kept[index], kv.block_sizes[0]
     split = layer.kv_heads * size * layer.k_dim
     k = numbers[:split].view(layer.kv_heads, size, layer.k_dim).transpose(0, 1).contiguous()
     v = numbers[split:].view(layer.kv_heads, size, layer.v_dim).transpose(0, 1).contiguous()

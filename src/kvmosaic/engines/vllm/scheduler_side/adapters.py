@@ -15,7 +15,7 @@ MAX_KNOWN = 4096
 
 
 class _Named(NamedTuple):
-    """What a name stood for when a request used it last."""
+    """The adapter that a name stood for when a request used it last."""
 
     digest: bytes
     changes: int
@@ -24,7 +24,7 @@ class _Named(NamedTuple):
 
 
 class KnownAdapters:
-    """What workers have reported about adapters. An adapter stays known when vLLM unloads it: it will most likely be
+    """Reports of workers about adapters. An adapter stays known when vLLM unloads it: it will most likely be
     loaded again as it was, and workers compare its weights before they use them."""
 
     def __init__(self, ranks: int) -> None:

@@ -21,6 +21,9 @@ LOAD_SHARE = 0.4
 """Share of a full prefill step's time that a step may spend on loads, whatever vLLM computes in it."""
 LONG_LOAD_SHARE = 0.5
 """Share of a full prefill step's time above which a load is done in slices, over several steps."""
+LONE_SHARE = 1.0
+"""Share of a full prefill step's time that a step may spend on a request if no other request runs. Requests that
+arrive meanwhile wait for that step."""
 SLICED_STEP_SHARE = 0.6
 """Maximum planned time of a step with slices, in full prefill steps, unless vLLM itself computes more in it."""
 LEAST_SLICE_SHARE = 0.15
@@ -95,14 +98,21 @@ class Admission:
     def _fills(self, request: ChunkRequest, missing: int) -> bool:
         # More than that is filled in the background while its request waits. Whatever is still missing then could
         # not be stored, and others should not wait for it. An adapter may not be active in later steps.
-        may_be_long = request.is_alone or request.adapter is not None
-        return self._fills_first and (may_be_long or missing + len(request.context) <= self.tokens_worth_filling())
+        may_be_long = request.adapter is not None
+        return self._fills_first and (
+            may_be_long or missing + len(request.context) <= self.most_filled_at_once(request)
+        )
+
+    def most_filled_at_once(self, request: ChunkRequest) -> int:
+        """Maximum number of tokens that the step that loads a request may fill, with their context."""
+        return int(LONE_SHARE * self._shape.step_tokens) if request.is_alone else self.tokens_worth_filling()
 
     def choice_is_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether choosing the recomputed tokens takes more of a step than loads may. Before a policy looks at the
         prompt, all text and missing chunks are computed in one go; for some policies, also all chunks through some
         layers. A set that shrinks from layer to layer is also computed in one go."""
-        return request.is_probed and self._tokens_to_choose(request, local) > LOAD_SHARE * self._shape.step_tokens
+        share = LONE_SHARE if request.is_alone else LOAD_SHARE
+        return request.is_probed and self._tokens_to_choose(request, local) > share * self._shape.step_tokens
 
     def _tokens_to_choose(self, request: ChunkRequest, local: int) -> int:
         text, missing, stored = self._shares(request, local)
@@ -178,11 +188,19 @@ class Admission:
         would_save = text + int(request.ratio * (missing + stored)) < ahead
         return Fallback.NOT_STORED if saves_nothing and would_save else Fallback.SLOWER
 
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """Predicted seconds of computing ``tokens`` tokens; ``None`` if that was not measured."""
+        return self._seconds("blend", tokens) if self._is_measured("blend") else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted seconds of a full prefill step; ``None`` if that was not measured."""
+        return self.prefill_seconds(self._shape.step_tokens)
+
     def is_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request takes so much of a step that it is done in slices, over several steps."""
-        return (
-            sum(self._load_cost(request, local)) > int(LONG_LOAD_SHARE * self._shape.step_tokens) - self.pass_tokens
-        )
+        share = LONE_SHARE if request.is_alone else LONG_LOAD_SHARE
+        return sum(self._load_cost(request, local)) > int(share * self._shape.step_tokens) - self.pass_tokens
 
     def exceeds_step(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request at once takes longer than vLLM's longest step."""
@@ -224,7 +242,7 @@ class Admission:
     def slice_tokens(self, scheduled: int) -> int:
         """Number of tokens that a step computes for each request in slices, if vLLM computes ``scheduled`` tokens in
         it."""
-        planned = int(SLICED_STEP_SHARE * self._shape.step_tokens)
+        planned = int((SLICED_STEP_SHARE if scheduled else LONE_SHARE) * self._shape.step_tokens)
         return max(self._least_slice, planned - scheduled - self._tokens_in_step - self.pass_tokens)
 
     def tokens_to_fill(self, scheduled: int) -> int:
@@ -252,8 +270,8 @@ class Admission:
 
     @property
     def pass_tokens(self) -> int:
-        """What one more pass of the model takes, however few tokens it computes, in tokens whose prefill takes as
-        long."""
+        """Fixed time of one more pass of the model, for any number of tokens. The unit is tokens whose prefill takes
+        as long."""
         if not self._is_measured("blend"):
             return 0
         fixed = self._tokens_in(max(costs["blend"].fixed for costs in self._costs.values()))

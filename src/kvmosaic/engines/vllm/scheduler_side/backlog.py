@@ -21,7 +21,7 @@ MAX_LOOKS = 32
 
 
 class _Group(NamedTuple):
-    """What chunks that are filled together have in common."""
+    """Context and adapter of chunks that are filled together."""
 
     context: tuple[int, ...]
     adapter: Adapter | None
@@ -160,9 +160,10 @@ class FillBacklog:
         of them. Each further context or adapter, and chunks beside a slice, take one more pass of the model, which
         costs ``pass_tokens``."""
         reserve = self._shape.blocks_for(self._shape.step_tokens) + len(step.scheduled)
-        if self._begun is not None and ((step.total_tokens == 0 and not others_run) or pool.count < reserve):
+        is_idle = step.total_tokens == 0 and not others_run
+        if self._begun is not None and ((is_idle and not self._begun.chunk.is_wanted) or pool.count < reserve):
             self.let_go(pool)  # vLLM may need them for what it computes next
-        queues = self._due(step, is_full) if room > 0 else []
+        queues = self._due(step, is_full, is_idle) if room > 0 else []
         if not queues:
             return [], None
         self._passed_over.clear()
@@ -186,15 +187,16 @@ class FillBacklog:
         self._askers.forget(chunk.digest)
         self._handed_out.add(chunk.digest)
 
-    def _due(self, step: Step, is_full: bool) -> list[FairQueue]:
-        """The queues that a step may fill chunks of; none if it fills nothing."""
+    def _due(self, step: Step, is_full: bool, is_idle: bool) -> list[FairQueue]:
+        """The queues that a step may fill chunks of; none if it fills nothing. While vLLM computes nothing, the
+        requests that it has may be waiting for these very chunks."""
         is_quiet, was_quiet = step.only_decodes and not is_full, self._was_quiet
-        if step.total_tokens == 0:
+        if step.total_tokens == 0 and not is_idle:
             return []
         self._was_quiet = is_quiet
         if is_quiet and was_quiet:
-            queues = [self._wanted, self._asked_once]
-        elif self._is_overdue:
+            queues = [self._wanted] if is_idle else [self._wanted, self._asked_once]
+        elif self._is_overdue and not is_idle:
             queues = [self._wanted]
         else:
             return []
@@ -246,6 +248,7 @@ class FillBacklog:
             is_last=begun.done == len(begun.tokens),
             adapter=begun.chunk.adapter,
             images=begun.chunk.images,
+            following=None if begun.done == len(begun.tokens) else begun.tokens[begun.done],
         )
 
     def _fill(

@@ -75,8 +75,10 @@ class BlockSalts:
         del self.plain[len(mine) :]
         request.block_hashes = self.plain  # the original chains its hashes to these
         assert self._original is not None
-        new = self._original(request)
-        request.block_hashes = mine
+        try:
+            new = self._original(request)
+        finally:  # without its salts, others would find its blocks
+            request.block_hashes = mine
         self.plain.extend(new)
         return _salted(new, len(mine), self._salts)
 

@@ -10,7 +10,7 @@ from kvmosaic.engines.vllm.messages import Adapter
 
 
 def salt_of(cache_salt: str | None, adapter: Adapter | None) -> bytes | None:
-    """What separates a request's chunks from the same tokens of others: its ``cache_salt``, which also separates
+    """Bytes that separate a request's chunks from the same tokens of others: its ``cache_salt``, which also separates
     clients in vLLM's prefix cache, and its adapter's weights."""
     # JSON can contain an unpaired surrogate.
     salt = None if cache_salt is None else cache_salt.encode(errors="surrogatepass")

@@ -19,8 +19,9 @@ class ExactPrefixes:
         self._pool = pool
 
     def enough(self, request: ChunkRequest, salted: Sequence[Any]) -> int:
-        """Number of leading tokens that save as much as reuse would, but for a part of a block; 0 if it does not have
-        them, or has more that reuse would find. ``salted``: the hashes of the prompt's blocks for reuse."""
+        """Number of leading tokens in vLLM's prefix cache that save as much as reuse, to within one block. 0 if the
+        cache lacks them, or holds a longer prefix that only reuse finds. ``salted``: the hashes of the prompt's
+        blocks for reuse."""
         assert request.block_salts is not None
         plain = request.block_salts.plain
         if request.adapter is not None:  # vLLM may replace its weights under the same name

@@ -61,11 +61,11 @@ class FairQueue:
     def __init__(self) -> None:
         self._queues: OrderedDict[str, OrderedDict[bytes, WaitingChunk]] = OrderedDict()
         self._waiting: OrderedDict[bytes, WaitingChunk] = OrderedDict()
-        """In the order in which they came."""
+        """Waiting chunks by digest, oldest first."""
         self._weights: dict[str, int] = {}
-        """Of the chunks of each request."""
+        """Total weight of each request's chunks."""
         self._weight = 0
-        """Of all chunks."""
+        """Total weight of all chunks."""
 
     def __len__(self) -> int:
         """Number of waiting chunks."""

@@ -126,9 +126,9 @@ class Planner:
         return Plan(ours, absent, tuple(self._to_fill(ours, longer, digests)))
 
     def _images(self, request: Any) -> PromptImages | None:
-        """The images of a request. Workers cannot read them for a request with an adapter, nor before a chunk that
-        is computed after its system prompt."""
-        is_usual = request.lora_request is None and self._config.chunk_context == "alone"
+        """The images of a request. Workers cannot read them before a chunk that is computed after its system
+        prompt."""
+        is_usual = self._config.chunk_context == "alone"
         return PromptImages.of(request, can_read=self._shape.reads_images and is_usual)
 
     def _with_runs(

@@ -7,7 +7,7 @@ and keeps its position. Requests with blended chunks have no segments, because t
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from struct import unpack
 from typing import Any
@@ -56,14 +56,16 @@ class PrefixScheduler:
     """Plans loads and saves of exact prefix blocks. Without ``prefix_blocks`` it accepts no requests, and does
     nothing."""
 
-    def __init__(self, config: ChunkCacheConfig, mirror: StoreMirror, shape: EngineShape, patience: float) -> None:
-        """``patience``: seconds that a request waits for slower tiers."""
+    def __init__(
+        self, config: ChunkCacheConfig, mirror: StoreMirror, shape: EngineShape, patience: Callable[[int], float]
+    ) -> None:
+        """``patience``: seconds that a request waits for a number of tokens in slower tiers."""
         self._mirror = mirror
         self._shape = shape
         self._patience = patience
         self._algorithm = config.chunk_hash_algorithm
         self._mark = EXACT if config.entry_dtype == "int8" else b""
-        """What ranks add to the content hashes of segments in their reports."""
+        """Bytes that ranks add to the content hashes of segments in their reports."""
         self._is_on = config.prefix_blocks
         self._is_pool_shared = config.remote is not None
         self._segment = shape.segment_tokens
@@ -115,7 +117,7 @@ class PrefixScheduler:
         exact = self._requests.get(request.request_id)
         if exact is None or request.skip_reading_prefix_cache:
             return 0
-        exact.deadline = exact.deadline or time.monotonic() + self._patience
+        exact.deadline = exact.deadline or time.monotonic() + self._patience(0)  # for ranks to list their entries
         if exact.waiting_for is None and self._mirror.is_complete:
             # Other engines may have stored segments in the meantime that this one does not know of.
             is_shared = self._is_pool_shared and self._mirror.may_lag_behind_others
@@ -126,6 +128,7 @@ class PrefixScheduler:
             if slow:
                 pairs = tuple((digest, self._segment) for digest in slow)
                 work.fetches.append(ChunkFetch(request_id=request.request_id, chunks=pairs, is_exact=True))
+                exact.deadline = time.monotonic() + self._patience(len(slow) * self._segment)
         index = local // self._segment
         # In that case vLLM alone cannot continue from here. The worker computes the segment if the store lacks it.
         exact.end = (index + 1) * self._segment if self.begins_inside(request, local) else local

@@ -62,6 +62,9 @@ class ChunkRequest:
     load, in tokens."""
     is_alone: bool = False
     """Whether no other request was running when vLLM last asked about it."""
+    may_probe: bool = True
+    """Whether its policy may probe the question. If not, the choice needs neither text nor missing chunks, so the
+    request can be loaded in slices."""
     is_noted: bool = False
     """Whether its missing chunks were queued to be filled in the background."""
     lacking: list[bytes] | None = None
@@ -79,11 +82,18 @@ class ChunkRequest:
     """The report on its chunks."""
     _waiting_for: set[int] | None = None
     """Ranks that have yet to fetch its chunks; ``None`` before any was asked to."""
-    _deadline: float | None = None
+    _since: float | None = None
+    """Time when it began to wait for room, or for chunks that are filled, in seconds."""
+    _fetching_since: float | None = None
+    """Time when it began to wait for slower tiers, or for ranks to list their entries, in seconds."""
 
     @property
     def is_probed(self) -> bool:
         """Whether the choice of recomputed tokens depends on the prompt's KV."""
+        return self.may_probe and self._may_be_probed
+
+    @property
+    def _may_be_probed(self) -> bool:
         return 0 < self.ratio < 1 and policy_named(self.policy).reads_content
 
     @property
@@ -107,7 +117,7 @@ class ChunkRequest:
 
     @property
     def features(self) -> Sequence[Any]:
-        """What vLLM knows of its images, and of other inputs than text."""
+        """vLLM's records of its images, and of other inputs than text."""
         return () if self.images is None else self.images.features
 
     def images_in(self, span: Span) -> Images | None:
@@ -153,7 +163,7 @@ class ChunkRequest:
         """Positions from which on KV differs from that of the plain prompt, and the data that it depends on there."""
         covered = 0  # salts are chained, so all tokens up to here count in those that follow
         for span, digest, end in zip(self.prompt.chunks, self.digests, self.turn_ends, strict=True):
-            if self.is_probed and end > covered:
+            if self._may_be_probed and end > covered:
                 yield span.start, b"turn" + self.prompt.token_array[span.start : end].tobytes()
                 covered = end
             # Blocks of a chunk that is cut are valid only for prompts with the whole chunk.
@@ -191,6 +201,7 @@ class ChunkRequest:
             fill=fill,
             is_sliced=self.is_long,
             is_reported=is_reported,
+            may_probe=self.may_probe,
             adapter=self.adapter,
             images=None if self.images is None else self.images.before(self.prompt.question.start),
         )
@@ -198,6 +209,7 @@ class ChunkRequest:
     def wait_for(self, ranks: int) -> None:
         """Ranks ``0 .. ranks-1`` are asked to fetch its chunks."""
         self._waiting_for = set(range(ranks))
+        self._fetching_since = time.monotonic()
 
     def arrived(self, rank: int, lost: frozenset[bytes]) -> None:
         """A rank has fetched its chunks, except stored ones that are ``lost``."""
@@ -210,13 +222,21 @@ class ChunkRequest:
     def has_patience(self, seconds: float) -> bool:
         """Whether it still waits: it does for ``seconds`` after the first call."""
         now = time.monotonic()
-        if self._deadline is None:
-            self._deadline = now + seconds
-        return now < self._deadline
+        if self._since is None:
+            self._since = now
+        return now < self._since + seconds
+
+    def has_patience_with_fetch(self, seconds: float) -> bool:
+        """Whether it still waits for slower tiers: it does for ``seconds`` after its latest fetch began, or after the
+        first call."""
+        now = time.monotonic()
+        if self._fetching_since is None:
+            self._fetching_since = now
+        return now < self._fetching_since + seconds
 
     def reset_after_alloc(self) -> None:
         """It got its blocks. If it is preempted and resumes, it asks again."""
         self.is_worth_it = self.is_noted = False
         self.needed = None
-        self.lacking = self._waiting_for = self._deadline = None
+        self.lacking = self._waiting_for = self._since = self._fetching_since = None
         self.fetched, self.lost = {}, set()

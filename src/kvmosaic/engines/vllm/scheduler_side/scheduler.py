@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+from kvmosaic.core.admin_key import AdminKey
 from kvmosaic.core.limits import shown_id
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.compat.scheduling import FreeBlocks, Step, count_cached_tokens, take_parameters
@@ -17,13 +19,14 @@ from kvmosaic.engines.vllm.scheduler_side.block_tables import BlockTables
 from kvmosaic.engines.vllm.scheduler_side.exact_prefix import ExactPrefixes
 from kvmosaic.engines.vllm.scheduler_side.lending import BlockLender
 from kvmosaic.engines.vllm.scheduler_side.loads import Loads
+from kvmosaic.engines.vllm.scheduler_side.patience import patience_for
 from kvmosaic.engines.vllm.scheduler_side.planner import Planner
 from kvmosaic.engines.vllm.scheduler_side.prefix import PrefixScheduler
 from kvmosaic.engines.vllm.scheduler_side.report import Reports, choice_report, plain_chunks, reuse_report
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.running import RunningRequests
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
-from kvmosaic.engines.vllm.scheduler_side.waiting import PATIENCE_SECONDS, WaitingRoom
+from kvmosaic.engines.vllm.scheduler_side.waiting import WaitingRoom
 from kvmosaic.engines.vllm.setup import EngineSetup
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 
@@ -39,6 +42,8 @@ class ChunkScheduler:
     def __init__(self, setup: EngineSetup) -> None:
         config, shape = setup.config, setup.shape
         self._config = config
+        key = AdminKey.from_environment() if config.chunk_page else None
+        self._page_pass = None if key is None else key.page_pass
         self._shape = shape
         self._mirror = StoreMirror(shape.ranks)
         self._planner = Planner(config, setup.parser, setup.sink, shape, self._mirror, setup.discovery())
@@ -47,7 +52,8 @@ class ChunkScheduler:
         self._waiting = WaitingRoom(config, shape, self._mirror, self._admission, self._backlog)
         self._adapters = KnownAdapters(shape.ranks)
         self._tables = BlockTables(shape.block_size)
-        self.prefixes = PrefixScheduler(config, self._mirror, shape, PATIENCE_SECONDS)
+        patience = partial(patience_for, admission=self._admission)
+        self.prefixes = PrefixScheduler(config, self._mirror, shape, patience)
         self._pool: FreeBlocks | None = None
         self._lender: BlockLender | None = None
         self._exact: ExactPrefixes | None = None
@@ -80,7 +86,8 @@ class ChunkScheduler:
         for salt in (self._salt, self._adapters.add(request)):
             if salt is not None:
                 BlockSalts(request).add([salt])
-        self._plan(request, RequestParameters.read(take_parameters(request), self._config.allowed_parameters))
+        sent = take_parameters(request)
+        self._plan(request, RequestParameters.read(sent, self._config.allowed_parameters, self._page_pass))
 
     def _plan(self, request: Any, params: RequestParameters) -> None:
         planned, absent, to_fill = self._planner.plan(request, params, self._adapters.of(request))
@@ -139,8 +146,8 @@ class ChunkScheduler:
         matched = ours.plain_because or self._waiting.matched(ours, local, self._work)
         if isinstance(matched, Fallback):
             return self._serve_plainly(request, ours, local, matched), False
-        # A request that runs alone is computed at once. An adapter may not be active before its request's own step.
-        may_be_long = bool(matched) and not ours.is_alone and ours.adapter is None
+        # An adapter may not be active before its request's own step.
+        may_be_long = bool(matched) and ours.adapter is None
         ours.is_long = may_be_long and self._admission.is_long(ours, local)
         return matched, ours.is_long
 
@@ -207,7 +214,7 @@ class ChunkScheduler:
         return work
 
     def features_of(self, request_id: str) -> Sequence[Any]:
-        """What vLLM knows of the images, and other inputs than text, of a request with chunks."""
+        """vLLM's records of the images, and other inputs than text, of a request with chunks."""
         return self._requests[request_id].features if request_id in self._requests else ()
 
     def empty_memory(self) -> None:

@@ -1,8 +1,9 @@
-"""What a request with chunks waits for, and whether reuse is worth it."""
+"""Decides whether reuse is worth it, and waits for what a request with chunks needs."""
 
 import logging
 from collections.abc import Iterator
 
+from kvmosaic.blend import policy_named
 from kvmosaic.core.config import ChunkCacheConfig
 from kvmosaic.core.limits import shown_id
 from kvmosaic.engines.results import Fallback
@@ -10,6 +11,7 @@ from kvmosaic.engines.vllm.messages import ChunkFetch, StepWork
 from kvmosaic.engines.vllm.scheduler_side.admission import Admission
 from kvmosaic.engines.vllm.scheduler_side.backlog import FillBacklog
 from kvmosaic.engines.vllm.scheduler_side.fair_queue import WaitingChunk
+from kvmosaic.engines.vllm.scheduler_side.patience import patience_for
 from kvmosaic.engines.vllm.scheduler_side.request import ChunkRequest
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
 from kvmosaic.engines.vllm.shape import EngineShape
@@ -17,7 +19,8 @@ from kvmosaic.engines.vllm.shape import EngineShape
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30
-"""Maximum time that a request waits for chunks in slower tiers, in seconds. It is then served without them."""
+"""Maximum time that a request waits for a step with room, or for chunks that are filled, in seconds. Then it is
+served without them."""
 
 
 class WaitingRoom:
@@ -57,8 +60,8 @@ class WaitingRoom:
                 return None
             # It may still have to wait for a step with room, and for blocks.
             if not self._admission.still_lacks_room(request, local):
-                may_be_slow = request.is_alone or request.begins_inside(local)
-                if not may_be_slow and self._is_too_long(request, local):
+                self._limit_choice(request, local)
+                if not request.begins_inside(local) and self._is_too_long(request, local):
                     if self._config.miss_policy == "fill-first" and request.adapter is not None:
                         self._backlog.add(self._missing(request, local))  # its adapter is active while it is answered
                     return Fallback.SLOWER
@@ -70,12 +73,13 @@ class WaitingRoom:
                     return None
             has_to_wait = request.has_patience(PATIENCE_SECONDS) or request.begins_inside(local)
             return None if has_to_wait else Fallback.SLOWER
-        if request.has_patience(PATIENCE_SECONDS):
+        patience = patience_for(sum(request.fetched.values()), self._admission)
+        if request.has_patience_with_fetch(patience):
             return None
         if request.begins_inside(local):
             return external
         name = shown_id(request.request_id)
-        logger.warning("request %s waited %d s for its chunks; it is prefilled", name, PATIENCE_SECONDS)
+        logger.warning("request %s waited %.1f s for its chunks; it is prefilled", name, patience)
         return Fallback.SLOW_TIER
 
     def _fetch(self, request: ChunkRequest, local: int, work: StepWork) -> bool:
@@ -125,6 +129,12 @@ class WaitingRoom:
             request.is_noted = True
             self._backlog.add(self._missing(request))
 
+    def _limit_choice(self, request: ChunkRequest, local: int) -> None:
+        """Let the policy choose without a probe if others would wait too long for what the probe needs."""
+        request.may_probe = True
+        if policy_named(request.policy).can_skip_probe and self._admission.choice_is_long(request, local):
+            request.may_probe = False
+
     def _is_too_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request would keep all other requests waiting for too long. Requests with an adapter are
         not loaded in slices: their adapter may not be active in the steps before their own."""
@@ -136,19 +146,19 @@ class WaitingRoom:
         they are more than a step has room for: filling them at once would keep all other requests waiting. It does
         not wait for chunks that were forgotten, or filled without being stored. A request with an adapter does not
         wait, because its adapter may not be active meanwhile."""
-        if self._config.miss_policy != "fill-first" or request.adapter is not None or request.is_alone:
+        if self._config.miss_policy != "fill-first" or request.adapter is not None:
             return False
         if request.lacking is None:
             every = list(self._missing(request, local))
             tokens = sum(len(chunk.tokens) for chunk in every) + len(request.context)
             request.lacking = []
-            if tokens > self._admission.tokens_worth_filling():
+            if tokens > self._admission.most_filled_at_once(request):
                 self._backlog.add(every, is_awaited=True)
                 request.lacking = [chunk.digest for chunk in reversed(every)]  # the last one is filled first
                 request.filled = frozenset(request.lacking)
         while request.lacking and not self._is_still_coming(request, request.lacking[-1]):
             request.lacking.pop()
-        return bool(request.lacking)
+        return bool(request.lacking) and not (request.is_alone and self._admission.fills(request, local))
 
     def _is_still_coming(self, request: ChunkRequest, digest: bytes) -> bool:
         return not request.finds(digest, self._mirror) and self._backlog.is_coming(digest)

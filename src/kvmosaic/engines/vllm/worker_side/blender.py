@@ -106,7 +106,8 @@ class Blender:
             if choice is None:
                 return None
             choice = choice._replace(positions=self._ranks.first(choice.positions))
-            if len(probe.prompt.chunks) == len(load.prompt.chunks):  # otherwise it is no choice for the whole prompt
+            # Otherwise it is no choice for the whole prompt, or a better one can be made when there is time for it.
+            if len(probe.prompt.chunks) == len(load.prompt.chunks) and load.may_probe:
                 digest = load.blend_digest()
                 if digest not in self._choices:
                     self._remembered += choice.size
@@ -129,7 +130,8 @@ class Blender:
     def _ask(self, load: ChunkLoad, probe: VllmProbe) -> Choice:
         policy = policy_named(load.policy)
         # The time of a choice that does not look at the prompt says nothing about those that do.
-        with self._timer.stage("probe", load.prompt.question.start - load.start if policy.reads_content else 0):
+        looks = policy.reads_content and load.may_probe
+        with self._timer.stage("probe", load.prompt.question.start - load.start if looks else 0):
             chosen = choose(policy, probe, load.ratio)
         positions = np.array(chosen.positions, dtype=np.int32)
         return Choice(positions, probe.computed_layer, probe.was_probed, chosen.checks)

@@ -1,4 +1,4 @@
-"""Fetches entries from slower tiers into the fastest one while other requests run."""
+"""Fetches entries from slower tiers into the fastest one while other requests run. Requests take turns."""
 
 import logging
 import threading
@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 FETCHES_AT_ONCE = 4
 """Number of threads, so that one slow fetch does not hold up all others."""
+TURN_TOKENS = 1024
+"""Number of tokens after which a thread passes on to the next request. A tier can read many small entries together. A
+turn is never shorter than one entry."""
 MAX_WAITING_FETCHES = 256
 """Maximum number of fetches that wait for a thread. Further fetches end at once, without their entries."""
 HELD_BYTES = 4 * 1024**3
@@ -48,11 +51,27 @@ class _Fetch:
     """Fetched entries for which the fastest tier had no room."""
     is_released: bool = False
     """Whether it is no longer needed, or its entries must not be used."""
+    asked_for: int = 0
+    """Number of leading keys that tiers were asked for."""
+
+    def take_turn(self) -> Sequence[ChunkKey]:
+        """The keys of its next turn."""
+        start, tokens = self.asked_for, 0
+        while self.asked_for < len(self.keys):
+            tokens += self.keys[self.asked_for].num_tokens
+            if tokens > TURN_TOKENS and self.asked_for > start:
+                break
+            self.asked_for += 1
+        return self.keys[start : self.asked_for]
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_released or self.asked_for == len(self.keys)
 
 
 class ChunkFetcher:
-    """A few threads that fetch entries. The entries of a request are available until it is released: pinned in the
-    fastest tier, or held here."""
+    """A few threads that fetch entries. Requests take turns, so one with thousands of entries delays another by few
+    of them. The entries of a request are available until it is released: pinned in the fastest tier, or held here."""
 
     def __init__(self, store: ChunkStorageManager) -> None:
         self._store = store
@@ -62,6 +81,7 @@ class ChunkFetcher:
         self._waiting = 0
         self._errors = 0
         self._held_bytes = 0
+        self._is_closed = False
         self._lock = threading.Lock()
         """Guards all of the above. No thread waits for anything else while it holds it."""
         self._threads = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="kvmosaic-fetch")
@@ -144,17 +164,19 @@ class ChunkFetcher:
     def close(self) -> None:
         """Wait for entries that are being read, and cancel all other fetches."""
         with self._lock:
+            self._is_closed = True
             running = list(self._fetches)
         for request_id in running:
             self.release(request_id)
         self._threads.shutdown(cancel_futures=True)
 
     def _submit(self, fetch: _Fetch) -> bool:
+        """Queue a fetch behind all others, for its next turn. Returns whether that was possible."""
         with self._lock:
-            if self._waiting >= MAX_WAITING_FETCHES:
+            if self._is_closed or (fetch.asked_for == 0 and self._waiting >= MAX_WAITING_FETCHES):
                 return False
             self._waiting += 1
-        self._threads.submit(self._run, fetch)
+            self._threads.submit(self._run, fetch)
         return True
 
     def _run(self, fetch: _Fetch) -> None:
@@ -163,15 +185,16 @@ class ChunkFetcher:
         try:
             if not fetch.is_released:
                 with on_side_stream(fetch.after):
-                    self._bring(fetch)
+                    self._bring(fetch, fetch.take_turn())
+            if not fetch.is_over and self._submit(fetch):
+                return
         except Exception:
             logger.exception("could not fetch %d chunk(s); they are computed instead", len(fetch.keys))
             self._count_error()
-        finally:
-            self._finish(fetch)
+        self._finish(fetch)
 
-    def _bring(self, fetch: _Fetch) -> None:
-        for each in self._store.fetch_each(fetch.keys):
+    def _bring(self, fetch: _Fetch, keys: Sequence[ChunkKey]) -> None:
+        for each in self._store.fetch_each(keys):
             with self._lock:
                 if fetch.is_released:
                     return

@@ -139,7 +139,7 @@ class ChunkFiller:
         if part.start == placed or self._slice_images is None or self._slice_images[0] != part.digest:
             self._slice_images = part.digest, self._images.sequence(part.images, part.context_tokens)
         _, images = self._slice_images  # what earlier steps encoded is still there
-        run = Run(part.tokens, part.start, part.blocks, adapter_id(part.adapter), images)
+        run = Run(part.tokens, part.start, part.blocks, adapter_id(part.adapter), images, part.following)
         first = max(part.start, part.context_tokens)
         captures = not self._paged.holds_computed and run.end > first
         with self._timer.stage("fill", len(part.tokens)):

@@ -33,6 +33,8 @@ class _Due:
     """Tokens of a request before its question that are still to be computed."""
 
     runs: list[Run]
+    load: ChunkLoad
+    """The task that they are part of."""
     system_remainder: Segment | None = None
     """The end of the system prompt, to be stored once it is computed. It is in the first run."""
 
@@ -76,7 +78,8 @@ class ChunkLoader:
         if not loads and not self.slices:
             return
         with self._timer.stage("load"):
-            due = [_Due(runs) for runs in self.slices.go_on(slice_tokens)]
+            sliced = self.slices.loads
+            due = [_Due(runs, load) for runs, load in zip(self.slices.go_on(slice_tokens), sliced, strict=True)]
             for load in loads:
                 due = self._assemble(load, due, slice_tokens)
             self._images.forget()
@@ -95,13 +98,13 @@ class ChunkLoader:
             if brought is None:
                 return [*before, self._whole(load, Fallback.LOAD_ERROR, slice_tokens)]
             fresh = self._fresh(load, brought.spans)
-            mine = _Due(self._runs(load, fresh), brought.system_remainder)
+            mine = _Due(self._runs(load, fresh), load, brought.system_remainder)
             blend = self._blender.prepare(load, brought.moves)
             if blend is not None and blend.needs_context:
                 # Also for earlier requests: vLLM's prefix cache may have given this one blocks that they are to
                 # compute.
                 self._compute([*before, mine])
-                before, mine = [], _Due([])
+                before, mine = [], _Due([], load)
             chosen = None if blend is None else self._blender.choose(blend)
             if blend is None or chosen is None:
                 self._stats.failed("choose")
@@ -117,7 +120,7 @@ class ChunkLoader:
             if load.is_reported and load.ratio:
                 self.recomputed[load.request_id] = Recomputed(joined(np.flatnonzero(wanted)), chosen.probed)
         if chosen.checks:  # everything is computed
-            return [*before, self._first_slice(load, _Due([]), slice_tokens)]
+            return [*before, self._first_slice(_Due([], load), slice_tokens)]
         if mine.runs:
             wanted |= fresh
         else:
@@ -126,7 +129,8 @@ class ChunkLoader:
             changed = blend.probe.first_changed(chosen.positions)
             again = fresh & ~_in_chunks(load) if blend.probe.keeps_fresh else fresh
             wanted[changed:] |= again[changed:]
-        return [*before, self._first_slice(load, _Due(self._runs(load, wanted), mine.system_remainder), slice_tokens)]
+        due = _Due(self._runs(load, wanted), load, mine.system_remainder)
+        return [*before, self._first_slice(due, slice_tokens)]
 
     def _narrow(
         self, load: ChunkLoad, blend: Blend, chosen: Choice, wanted: np.ndarray, fresh: np.ndarray
@@ -150,7 +154,10 @@ class ChunkLoader:
         to vLLM (``get_block_ids_with_load_errors``), because the V2 runner of 0.26 would continue with the bad
         blocks."""
         self._stats.count_alike("fallbacks", reason)
-        return self._first_slice(load, _Due(self._runs(load, self._fresh(load, []))), slice_tokens)
+        return self._first_slice(self._all_of(load), slice_tokens)
+
+    def _all_of(self, load: ChunkLoad) -> _Due:
+        return _Due(self._runs(load, self._fresh(load, [])), load)
 
     def _count(self, load: ChunkLoad, brought: Brought, fresh: np.ndarray, recomputed: int) -> None:
         moved = sum(at + len(entry.tokens) - max(at, load.start) for entry, at in brought.moves)
@@ -158,15 +165,16 @@ class ChunkLoader:
         self._stats.count_alike("tokens", "recomputed", recomputed)
         self._stats.count_alike("tokens", "reused", moved - recomputed)
 
-    def _first_slice(self, load: ChunkLoad, mine: _Due, slice_tokens: int) -> _Due:
+    def _first_slice(self, mine: _Due, slice_tokens: int) -> _Due:
         """The tokens of a request that this step computes; later steps compute the rest."""
+        load = mine.load
         if not load.is_sliced:
             return mine
-        now = self.slices.begin(load.request_id, mine.runs, None if load.writes_shared else slice_tokens)
+        now = self.slices.begin(load.request_id, mine.runs, None if load.writes_shared else slice_tokens, load)
         remainder = mine.system_remainder
         if remainder is not None and remainder.span.end > now[0].end:
             remainder = None  # only what one step computes can be stored; another request will store it
-        return _Due(now, remainder)
+        return _Due(now, load, remainder)
 
     def _fresh(self, load: ChunkLoad, brought: Sequence[Span]) -> np.ndarray:
         """The tokens before the question that no entry provides, ``[tokens]`` bool."""
@@ -222,18 +230,32 @@ class ChunkLoader:
 
     def _compute_again(self, due: Sequence[_Due]) -> None:
         """Retry a failed computation, one request after the other, which takes less memory. Runs are written as a
-        whole, so nothing is left of the first attempt. A second failure is raised, like a failure of vLLM's own
-        forward."""
+        whole, so nothing is left of the first attempt. A request that fails alone is computed as plain vLLM would, in
+        one run of tokens."""
         self._stats.failed("compute")
         free_unused_memory()
+        for each in due:
+            if not self._computes_alone(each):
+                self._stats.failed("compute")
+                self._compute_plainly(each.load)
 
-        def compute() -> bool:
-            for each in due:
-                self._paged.compute(each.runs, [])
-            return True
+    def _computes_alone(self, due: _Due) -> bool:
+        """Compute the runs of a single request. Returns whether that worked on all ranks."""
+        computed = self._ranks.together(lambda: self._paged.compute(due.runs, []), "computing a request again")
+        return computed is not None
 
-        if self._ranks.together(compute, "computing requests again") is None:
-            raise RuntimeError("requests could not be computed, twice in a row; the log has the reasons")
+    def _compute_plainly(self, load: ChunkLoad) -> None:
+        """Compute all tokens of a request before its question, also those that were left to later steps. A failure is
+        raised, like a failure of vLLM's own forward: vLLM would go on with KV that is missing
+        (``get_block_ids_with_load_errors`` works for one group of caches only, and a step that it has planned already
+        may have used the KV)."""
+        self._stats.count_alike("fallbacks", Fallback.ERROR)
+        computed = self._ranks.together(lambda: self._paged.compute(self._all_of(load).runs), "prefilling a request")
+        self._images.forget()
+        if computed is None:
+            raise RuntimeError("a request could not be computed, not even as plain text; the log has the reasons")
+        if load.request_id in self.slices:
+            self.slices.begin(load.request_id, [], None)
 
     def _runs(self, load: ChunkLoad, wanted: np.ndarray) -> list[Run]:
         images = self._images.of(load)

@@ -51,7 +51,7 @@ class VllmProbe(AssembledPrompt):
         self._ranks = ranks
         # If vLLM had too few blocks to lend, or was not asked to, fewer tokens of the question can be probed, or
         # none.
-        room = len(self._blocks[0]) * forward.kv.block_sizes[0]
+        room = len(self._blocks[0]) * forward.kv.block_sizes[0] if load.may_probe else 0
         # Images in the question are left to vLLM, so only the text before them is probed.
         text = self.asked.start + first_stand_in(prompt.tokens_of(self.asked))
         self.asked = Span(self.asked.start, max(self.asked.start, min(self.asked.end, room, text)))

@@ -15,6 +15,7 @@ from kvmosaic.engines.self_test import OFF
 from kvmosaic.engines.vllm.compat.images import ImageModel
 from kvmosaic.engines.vllm.compat.weights import loaded_model
 from kvmosaic.engines.vllm.forward.ascend_metadata import AscendMetadataBuilder
+from kvmosaic.engines.vllm.forward.drafts import draft_identity, keep_drafts
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import VllmMetadataBuilder
@@ -66,12 +67,14 @@ class WorkerSide:
         self._setup = setup
         self._model = vllm_config.model_config
         kv = KVLayers(vllm_config, kv_cache_config, runner)
-        self.ranks = Ranks(self._model, len(kv))
+        builder = VllmMetadataBuilder if kv.pairs is None else AscendMetadataBuilder
+        metadata = builder(vllm_config, kv_cache_config, runner)
+        drafter = keep_drafts(vllm_config, runner, kv, metadata)
+        self.ranks = Ranks(self._model, len(kv), len(kv.drafts))
         self.stats = ChunkStats(rank=self.ranks.rank)
         self.timer = StageTimer(self.stats, kv.device)
         # If our kernels can read the cache, entries are copied beside the engine's stream, and tiles can be used.
-        builder = VllmMetadataBuilder if kv.pairs is None else AscendMetadataBuilder
-        caches, metadata = readable_caches(kv), builder(vllm_config, kv_cache_config, runner)
+        caches = readable_caches(kv)
         tiles = None
         self._arrivals: LayerArrivals | None = None
         if caches is not None:
@@ -81,10 +84,19 @@ class WorkerSide:
         model = ImageModel(runner) if setup.shape.reads_images else None
         images = LoadImages(model)
         self.forward = SparseForward(
-            vllm_config, runner, kv, metadata, ranks=self.ranks, arrivals=self._arrivals, tiles=tiles, images=model
+            vllm_config,
+            runner,
+            kv,
+            metadata,
+            ranks=self.ranks,
+            arrivals=self._arrivals,
+            tiles=tiles,
+            images=model,
+            drafter=drafter,
         )
-        self.rotary = measure_rotary(self.forward, runner.model)
-        """Rotation of the keys of each layer."""
+        models = [runner.model] if drafter is None else [runner.model, drafter.model]
+        self.rotary = measure_rotary(self.forward, models, self.ranks.layers.start)
+        """Rotation of the keys of each layer in entries."""
         tail = setup.shape.window_tail
         kv_format = kv.format(self._model.dtype, WHOLE if tail is None else WindowTails(kv.windowed, tail))
         paged: RequestBlocks | None = None
@@ -97,11 +109,13 @@ class WorkerSide:
             block_reader(kv, kv_format.dtype) if setup.config.prefix_blocks else None,
         )
         self.weights = EngineWeights(vllm_config, loaded_model(runner), self.ranks)
-        made_by = identity(self._model, self.ranks, self.rotary, kv)
+        made_by = identity(self._model, self.ranks, self.rotary[: len(kv)], kv)
+        if drafter is not None:
+            made_by["drafts"] = draft_identity(vllm_config, drafter, self.ranks)
         self.names = EntryNames(setup.config, self.weights, made_by, is_first=self.ranks.rank == 0)
         sink = None
         if setup.learned is not None:  # before the store is opened: the sink may be another model's
-            sink = sink_entry(setup.learned, self._model, self.forward, self.ranks, kv_format)
+            sink = sink_entry(setup.learned, self._model, self.forward, self.ranks, kv_format, setup.draft_sink)
         self.cache = self._open_cache(device_pool, kv_format)
         self.blender = Blender(self.forward, self.paged, self.ranks, self.timer, images)
         self.fetcher = ChunkFetcher(self.cache.store)
@@ -212,8 +226,11 @@ class WorkerSide:
     def wait_for_layer(self, name: str) -> None:
         """Make the GPU wait for entries that are being copied into a layer."""
         layer = self.forward.kv.index_of.get(name)
-        if self._arrivals is not None and layer is not None:
-            self._arrivals.wait(layer)
+        if self._arrivals is None or layer is None:
+            return
+        self._arrivals.wait(layer)
+        if layer == len(self.forward.kv) - 1:
+            self._arrivals.wait_for_all()  # a CUDA graph of a draft model asks for none of its layers
 
     def wait_for_all(self) -> None:
         """Make the GPU wait for entries that are being copied into any layer."""

@@ -90,7 +90,7 @@ class EngineWeights:
 
     def _digest_files(self, vllm_config: Any) -> list[tuple[str, int, str]] | None:
         try:
-            where = weight_files(vllm_config)
+            where = weight_files(vllm_config.model_config, vllm_config.load_config)
             return None if where is None else weights_digest(*where)
         except Exception:
             if self._loaded is not None:
