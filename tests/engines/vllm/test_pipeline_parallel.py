@@ -44,8 +44,8 @@ FAULTS = {
     "compute": ("paged", "compute"),
     "model": ("forward", "_runner", "model", "forward"),
 }
-"""Places where a stage fails, as paths from the worker's side. The last three fail once, because twice in a row is
-fatal."""
+"""Places where a stage fails, as paths from the worker's side. The last three fail once: if they always failed, no
+request could be computed, and the engine would end."""
 
 
 @pytest.fixture(scope="module")
