@@ -20,9 +20,9 @@ def run(
     repeats: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Median milliseconds of ``repeats`` prompts of ``context`` tokens, in known documents of 512 tokens in a new order.
-    Each row is compared with a full prefill in the same engine. ``lmcache_ratio``: LMCache's recompute ratio; ``None``:
-    LMCache is not measured."""
+    """Median milliseconds of ``repeats`` prompts of ``context`` tokens, in known documents of 512 tokens in a new
+    order. Each row is compared with a full prefill in the same engine. ``lmcache_ratio``: LMCache's recompute ratio;
+    ``None``: LMCache is not measured."""
     asked = {"model": asdict(model), "context": context, "repeats": repeats}
     rows: list[dict[str, Any]] = []
 
