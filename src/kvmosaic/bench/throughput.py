@@ -1,8 +1,8 @@
 """vLLM under RAG traffic with Poisson arrivals: latencies, and the highest request rate that meets an objective.
 
 Plain vLLM with its prefix cache, vLLM with the chunk cache, and LMCache if that is asked for, run one after the
-other, and get the same requests at the same times. All documents have been seen before, except a number of new ones in
-every query where that is asked for.
+other, and get the same requests at the same times. All documents have been seen before, except a number of new ones
+in every query where that is asked for.
 """
 
 import random
