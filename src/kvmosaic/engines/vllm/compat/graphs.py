@@ -26,9 +26,9 @@ def graph_size(runner: Any, tokens: int) -> int | None:
 
 
 def add_larger_graphs(runner: Any) -> None:
-    """Have vLLM capture graphs of :data:`LARGER_SIZES` as well. Its own steps do not use them. To be called when its
-    cache is allocated, and before it captures. Launching the kernels of a pass takes longer than running them, on many
-    hosts also for two thousand tokens."""
+    """Have vLLM capture graphs of :data:`LARGER_SIZES` as well, which its own steps do not use. To be called when its
+    cache is allocated, and before it captures. On many hosts, launching the kernels of a pass takes longer than
+    running them, even for two thousand tokens."""
     if not _can_feed(runner) or runner.parallel_config.pipeline_parallel_size > 1:
         return
     manager = runner.cudagraph_manager
