@@ -1,6 +1,8 @@
 """A measurement for tests, run in a separate process."""
 
 import os
+import threading
+import time
 
 from kvmosaic.bench.process import tell
 from kvmosaic.core.errors import ConfigError
@@ -14,4 +16,6 @@ def measure(way, engine=None):
         raise ConfigError("this\ncannot work")
     if way == "die":
         os._exit(3)
+    if way == "linger":
+        threading.Thread(target=time.sleep, args=(300,)).start()
     return {"pid": os.getpid(), "engine": engine}

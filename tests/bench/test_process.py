@@ -17,6 +17,12 @@ def test_it_is_another_process_and_tells_what_it_does():
     assert told == ["going to return"]
 
 
+@pytest.mark.timeout(60)
+def test_threads_that_go_on_do_not_hold_up_the_result():
+    """Those of LMCache do."""
+    assert run_apart(CHILD, {"way": "linger"}, print)["pid"] != os.getpid()
+
+
 def test_both_engines_are_measured_one_after_the_other():
     told = []
     results = compare(CHILD, {"way": "return"}, told.append)

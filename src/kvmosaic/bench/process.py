@@ -5,6 +5,7 @@ A module that is measured this way has a function ``measure``, whose arguments a
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,7 @@ def _main(module: str, arguments: str) -> None:
         print(ERROR + " ".join(str(error).split() or [type(error).__name__]), flush=True)
         sys.exit(1)
     print(RESULT + json.dumps(result), flush=True)
+    os._exit(0)  # threads of engines, like LMCache's, may wait for ever
 
 
 if __name__ == "__main__":

@@ -23,7 +23,12 @@ from kvmosaic.engines.vllm.compat.cache import (
     unsupported_cache,
     unsupported_latent,
 )
-from kvmosaic.engines.vllm.compat.graphs import add_larger_graphs, graph_size
+from kvmosaic.engines.vllm.compat.graphs import (
+    add_larger_graphs,
+    drop_larger_graphs,
+    graph_size,
+    larger_graphs,
+)
 from kvmosaic.engines.vllm.compat.layers import _Announced
 
 SIZES = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -130,7 +135,11 @@ def test_vllm_captures_larger_graphs_too_where_they_can_be_used(changes, free, a
     assert [graph.num_tokens for graph in manager._capture_descs[CUDAGraphMode.PIECEWISE]] == [*added, 512, 256, 1]
     assert graph_size(runner, 600) is None  # nothing is captured yet
     manager._graphs_captured = True
+    assert larger_graphs(runner) == added[::-1]
     assert graph_size(runner, 600) == (640 if added else None)
+    drop_larger_graphs(runner)
+    assert not larger_graphs(runner)
+    assert [graph.num_tokens for graph in manager._capture_descs[CUDAGraphMode.PIECEWISE]][-3:] == [512, 256, 1]
 
 
 def test_a_runner_without_graphs_gets_none():

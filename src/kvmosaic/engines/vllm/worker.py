@@ -19,6 +19,7 @@ from kvmosaic.engines.vllm.compat.cache import keeping_all_tokens
 from kvmosaic.engines.vllm.compat.graphs import add_larger_graphs
 from kvmosaic.engines.vllm.compat.running import make_stage_inputs
 from kvmosaic.engines.vllm.compat.weights import CHANGING, watch_calls
+from kvmosaic.engines.vllm.forward.graph_trial import try_larger_graphs
 
 if TYPE_CHECKING:
     from kvmosaic.engines.vllm.worker_side.side import WorkerSide
@@ -74,7 +75,10 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def compile_or_warm_up_model(self) -> Any:
         add_larger_graphs(self.model_runner)
-        return super().compile_or_warm_up_model()
+        result = super().compile_or_warm_up_model()
+        side = _worker_side()
+        try_larger_graphs(side.forward, self.model_runner, side.ranks)
+        return result
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step. With pipeline stages, the connector's work comes before all else: vLLM's worker waits for

@@ -42,6 +42,21 @@ def add_larger_graphs(runner: Any) -> None:
     manager._capture_descs[CUDAGraphMode.PIECEWISE] = [*larger, *graphs]
 
 
+def larger_graphs(runner: Any) -> list[int]:
+    """Sizes of the captured graphs of :data:`LARGER_SIZES`, ascending."""
+    manager = getattr(runner, "cudagraph_manager", None)
+    if not getattr(manager, "_graphs_captured", False) or not _can_feed(runner):
+        return []
+    return sorted(graph.num_tokens for graph in _piecewise(manager) if graph.num_tokens in LARGER_SIZES)
+
+
+def drop_larger_graphs(runner: Any) -> None:
+    """Leave the graphs of :data:`LARGER_SIZES` unused."""
+    manager = runner.cudagraph_manager
+    kept = [graph for graph in _piecewise(manager) if graph.num_tokens not in LARGER_SIZES]
+    manager._capture_descs[CUDAGraphMode.PIECEWISE] = kept
+
+
 def _can_feed(runner: Any) -> bool:
     """Whether we can feed vLLM's piecewise graphs: those of the V2 runner, without adapters, of models with one
     position per token. Writing K and V must not be part of the graph, because it would write to the slots of the step

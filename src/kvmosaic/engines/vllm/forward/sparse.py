@@ -92,6 +92,11 @@ class SparseForward:
         positions that are higher by that number."""
         return torch.cat([self._forward(work, shift) for work in self._passes(runs)])
 
+    def output(self, run: Run, *, graphs: bool) -> torch.Tensor:
+        """Like :meth:`outputs`, of a run that fits into one pass, with or without CUDA graphs."""
+        [work] = self._passes([run])
+        return self._forward(work, graphs=graphs).clone()
+
     def capture(self, runs: Sequence[Run], shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute all runs and return the K and V that entries hold of them: ``[layers, tokens, heads, dim]`` each,
         keys rotated. With ``shift``, the model gets positions that are higher by that number, while runs see the same
