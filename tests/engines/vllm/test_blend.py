@@ -196,7 +196,7 @@ def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
 @pytest.mark.parametrize(
     "policy",
     [
-        "kv-deviation(layers=1+3)",
+        "kv-deviation(layers=1+7)",
         "kv-deviation(layers=999)",
         "nonsense",
         "sink-link(k=-1)",

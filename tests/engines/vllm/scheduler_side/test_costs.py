@@ -314,10 +314,12 @@ def test_the_lengths_these_tests_count_with():
         ("query-attention", 33, "is not made"),
         ("kv-deviation(layers=0)", 10, ""),
         ("kv-deviation(layers=2)", 10, "is not made"),
+        ("kv-deviation(layers=0+1)", 10, "is not made"),
     ],
 )
 def test_beside_others_no_choice_takes_more_of_a_step_than_loads_may(policy, gap, changes):
-    """Before the choice, text before the question is computed in one go, and chunks through some layers."""
+    """Before the choice, text before the question is computed in one go, and chunks through some layers. A
+    set that shrinks from layer to layer is chosen while it is computed."""
     chunks = [text(1, 40), text(2, 40)]
     for is_alone in (True, False):
         side = Side(shape={"step_tokens": round(32 / LOAD_SHARE)})

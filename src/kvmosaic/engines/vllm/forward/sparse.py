@@ -7,8 +7,8 @@ can read the cache, our own kernel computes attention instead (``tile_attention.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext, suppress
-from typing import Any
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,21 +16,29 @@ from kvmosaic.engines.vllm.compat.adapters import with_adapter
 from kvmosaic.engines.vllm.compat.drafts import Drafter
 from kvmosaic.engines.vllm.compat.graphs import graph_inputs, graph_size
 from kvmosaic.engines.vllm.compat.images import ImageModel
-from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_by
+from kvmosaic.engines.vllm.compat.layers import Backend, KVLayer, attention_by
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
+from kvmosaic.engines.vllm.forward.narrowing import Narrowing, SeenEnough
 from kvmosaic.engines.vllm.forward.ranks import RankLostError, Ranks
 from kvmosaic.engines.vllm.forward.runs import Pass, Run, padded
 from kvmosaic.engines.vllm.forward.stages import Stages
 from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
+from kvmosaic.kernels.queries import Queries
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called with a layer's number, its queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
 
 
-class _SeenEnough(Exception):
-    """A probe has seen its last layer."""
+class _Attention(NamedTuple):
+    """How attention of a pass is computed."""
+
+    num_tokens: int
+    queries: dict[int, Queries] | None
+    """The tokens in tiles, by number of query heads, if our own kernel computes it."""
+    parts: Sequence[Pass]
+    """The pass in parts that the backend can compute, if that computes it."""
 
 
 class SparseForward:
@@ -121,10 +129,22 @@ class SparseForward:
                 observe(mine[index], q, k, v)
                 if mine[index] == last:
                     self.kv.write(self.kv.layers[index], k, v, work.slots)
-                    raise _SeenEnough
+                    raise SeenEnough
 
-            with suppress(_SeenEnough):
+            with suppress(SeenEnough):
                 self._forward(work, 0, note, mine, graphs=True, hands_on=last >= own.stop)
+
+    @property
+    def can_narrow(self) -> bool:
+        """Whether :meth:`narrow` can be tried."""
+        return self._ranks.stages == 1 and not self.kv.has_shared_caches and self._metadata.can_replace
+
+    def narrow(self, narrowing: Narrowing) -> str | None:
+        """Compute a pass whose tokens become fewer, which have to come in ascending order. Their KV in the layers
+        that do not compute them any more stays as it was. Returns why the model cannot do this, if so."""
+        with suppress(SeenEnough):
+            self._forward(narrowing.work, narrowing=narrowing)
+        return narrowing.problem
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[Pass]:
         """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs."""
@@ -159,38 +179,51 @@ class SparseForward:
         observed: Collection[int] = (),
         graphs: bool = False,
         hands_on: bool = True,
+        narrowing: Narrowing | None = None,
     ) -> torch.Tensor:
         """Run one pass and return the hidden states behind this rank's last layer, ``[tokens, hidden]``. ``observe``
         is called for the layers ``observed``, numbered as in this rank's entries. With ``graphs``, the pass uses
         vLLM's CUDA graphs if one is large enough: a pass of few tokens spends its time on launching kernels, not on
-        running them. ``hands_on``: whether the next pipeline stage, if there is one, waits for the output."""
+        running them. ``hands_on``: whether the next pipeline stage, if there is one, waits for the output.
+        ``narrowing``: drops tokens on the way."""
         count = work.num_tokens
         size = graph_size(self._runner, count) if graphs and self._runs_compiled else None
         padding = 0 if size is None else size - count
-        tiles = self._tiles if self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs else None
-        queries = None
-        if tiles is not None:
-            queries = {heads: tiles.queries(work.sequences, heads) for heads in self.kv.query_heads}
+        attention = self._attention(work, [work] if narrowing is None else list(self._passes(work.runs)))
         positions = work.rotary_positions + shift if shift else work.rotary_positions
         inputs = padded(work.token_ids, padding), padded(positions, padding)
 
-        def attend(
-            layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
-        ) -> None:
-            index = self.kv.index_of[layer.name]
+        def attend(layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Backend) -> None:
+            index, count = self.kv.index_of[layer.name], attention.num_tokens
             wait_for(layer)  # it may use K and V of another layer
             if observe is not None and index in observed:
                 observe(index, q[:count], k[:count], v[:count])
-            if tiles is None or queries is None:
+            if narrowing is not None:
+                narrowing.computed(index, k, v)
+            if attention.queries is not None and self._tiles is not None:
+                self._tiles.attend(layer, q[:count], attention.queries[layer.heads], out[:count])
+            elif len(attention.parts) == 1:
                 backend()
             else:
-                tiles.attend(layer, q[:count], queries[layer.heads], out[:count])
+                begin = 0
+                for part in attention.parts:
+                    end = begin + part.num_tokens
+                    # Made for each layer, because builders may reuse their buffers.
+                    backend(slice(begin, end), self._metadata.build(part)[layer.name])
+                    begin = end
 
         def wait_for(layer: KVLayer) -> None:
             if self._arrivals is not None:
                 self._arrivals.wait(self.kv.index_of[layer.name])
 
-        everywhere = queries is not None or (self._arrivals is not None and self._arrivals.is_pending)
+        def follow(rest: Pass) -> None:
+            nonlocal attention
+            attention = self._attention(rest, list(self._passes(rest.runs)))
+            rests.enter_context(with_adapter(self._runner, rest.adapter_id, len(rest.sequences), rest.num_tokens))
+            self._metadata.replace(rest, self._told(attention))
+
+        has_arrivals = self._arrivals is not None and self._arrivals.is_pending
+        everywhere = attention.queries is not None or narrowing is not None or has_arrivals
         # Only the layers that need it: between CUDA graphs, every call in Python counts.
         watched = self.kv.kept if everywhere else [self.kv.kept[index] for index in observed]
         with (
@@ -198,11 +231,17 @@ class SparseForward:
             with_adapter(self._runner, work.adapter_id, len(work.sequences), count),
             attention_by(attend, wait_for, watched),
         ):
-            metadata = self._metadata.build(work) if queries is None else None
+            told = self._told(attention)
             with (
                 self._metadata.context(
-                    work, metadata, padding=padding, graph=size, skip_compiled=not self._runs_compiled
+                    work,
+                    told,
+                    padding=padding,
+                    graph=size,
+                    skip_compiled=narrowing is not None or not self._runs_compiled,
                 ),
+                ExitStack() as rests,
+                nullcontext() if narrowing is None else narrowing.active(follow),
                 nullcontext(inputs) if size is None else graph_inputs(self._runner, *inputs, count) as (
                     input_ids,
                     places,
@@ -218,11 +257,11 @@ class SparseForward:
                         intermediate_tensors=self._stages.receive(),
                         inputs_embeds=embeddings,
                     )
-                    if self._drafter is not None:
+                    if self._drafter is not None and narrowing is None:
                         # Before the next pass: a CUDA graph would overwrite the output.
-                        self._draft(self._drafter, work, metadata, positions, output)
+                        self._draft(self._drafter, work, told, positions, output)
                 except Exception as error:
-                    if isinstance(error, _SeenEnough):
+                    if isinstance(error, SeenEnough):
                         raise
                     if self._ranks.per_stage > 1:
                         raise RankLostError("the model failed on one of several ranks") from error
@@ -243,6 +282,17 @@ class SparseForward:
         graphs are left to vLLM's own steps."""
         with self._metadata.context(work, metadata, padding=0, graph=None, skip_compiled=True):
             drafter.follow(output, work.token_ids, work.following_ids, positions)
+
+    def _attention(self, work: Pass, parts: Sequence[Pass]) -> _Attention:
+        """``parts``: the pass in parts that the backend can compute."""
+        if self._tiles is not None and (self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs):
+            queries = {heads: self._tiles.queries(work.sequences, heads) for heads in self.kv.query_heads}
+            return _Attention(work.num_tokens, queries, ())
+        return _Attention(work.num_tokens, None, parts)
+
+    def _told(self, attention: _Attention) -> dict[str, Any] | None:
+        """Attention metadata of the forward; ``None`` if no backend needs it."""
+        return self._metadata.build(attention.parts[0]) if len(attention.parts) == 1 else None
 
     def _embeddings(self, work: Pass) -> torch.Tensor:
         """Embeddings of all tokens of a pass, ``[tokens, hidden]``, made as vLLM makes them."""

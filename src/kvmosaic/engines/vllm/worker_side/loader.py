@@ -19,9 +19,10 @@ from kvmosaic.engines.vllm.paged.base import RequestBlocks, RunRange
 from kvmosaic.engines.vllm.telemetry.metrics import ChunkStats
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
-from kvmosaic.engines.vllm.worker_side.blender import Blender
+from kvmosaic.engines.vllm.worker_side.blender import Blend, Blender, Choice
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer, Brought, Segment
 from kvmosaic.engines.vllm.worker_side.images import LoadImages
+from kvmosaic.engines.vllm.worker_side.narrower import Narrower
 from kvmosaic.engines.vllm.worker_side.slices import Slices
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class ChunkLoader:
         ranks: Ranks,
         bringer: Bringer,
         blender: Blender,
+        narrower: Narrower,
         adapters: LoadedAdapters,
         images: LoadImages,
         *,
@@ -59,6 +61,7 @@ class ChunkLoader:
         self._ranks = ranks
         self._bringer = bringer
         self._blender = blender
+        self._narrower = narrower
         self._adapters = adapters
         self._images = images
         self._timer = timer
@@ -88,6 +91,8 @@ class ChunkLoader:
         if not self._adapters.can_use(load.adapter):
             # Other weights were loaded since the request was planned. Its chunks are those of the old ones.
             return [*before, self._whole(load, Fallback.LORA, slice_tokens)]
+        if not self._narrower.can_serve(load):
+            return [*before, self._whole(load, Fallback.SHRINKING_SET, slice_tokens)]
         with ExitStack() as pins:
             brought = self._bringer.bring(load, pins)
             if brought is None:
@@ -107,9 +112,15 @@ class ChunkLoader:
             wanted = np.zeros_like(fresh)
             wanted[chosen.positions] = True
             wanted &= ~fresh
+            if chosen.checks:
+                reason = self._narrow(load, blend, chosen, wanted, fresh)
+                if reason is not None:
+                    return [*before, self._whole(load, reason, slice_tokens)]
             self._count(load, brought, fresh, int(wanted.sum()))
             if load.is_reported and load.ratio:
                 self.recomputed[load.request_id] = Recomputed(joined(np.flatnonzero(wanted)), chosen.probed)
+        if chosen.checks:  # everything is computed
+            return [*before, self._first_slice(_Due([], load), slice_tokens)]
         if mine.runs:
             wanted |= fresh
         else:
@@ -120,6 +131,23 @@ class ChunkLoader:
             wanted[changed:] |= again[changed:]
         due = _Due(self._runs(load, wanted), load, mine.system_remainder)
         return [*before, self._first_slice(due, slice_tokens)]
+
+    def _narrow(
+        self, load: ChunkLoad, blend: Blend, chosen: Choice, wanted: np.ndarray, fresh: np.ndarray
+    ) -> Fallback | None:
+        """Compute the ``wanted`` tokens of a choice whose set shrinks, ``[tokens]`` bool, and the text behind the
+        first of them, in a pass of their own. Returns why that was not possible, if so."""
+        changed = blend.probe.first_changed(chosen.positions)
+        due = wanted.copy()
+        due[changed:] |= fresh[changed:]
+        if not self._narrower.fits(int(due.sum())):
+            return Fallback.SHRINKING_SET
+        kept = self._narrower.compute(self._runs(load, due), fresh[due], blend.probe, chosen)
+        if kept is None:
+            self._stats.failed("compute")
+            return Fallback.ERROR
+        self._blender.note_kept(load, chosen, kept)
+        return None
 
     def _whole(self, load: ChunkLoad, reason: Fallback, slice_tokens: int) -> _Due:
         """All tokens of a request, to be computed as plain vLLM would; its blocks are overwritten. This is not left
