@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.forward_context import get_forward_context
 
 from kvmosaic.blend import policy_named
 from kvmosaic.engines.hf import narrowing
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.compat.weights import loaded_model
+from kvmosaic.engines.vllm.forward import metadata
 from kvmosaic.engines.vllm.forward.narrowing import Narrowing
 from kvmosaic.engines.vllm.forward.narrowing_trial import layers_that_narrow
 from kvmosaic.engines.vllm.forward.runs import Run
@@ -38,6 +40,7 @@ from tests.engines.vllm.helpers import (
     start,
     worker_side,
 )
+from tests.engines.vllm.tiny import VOCABULARY
 
 pytestmark = pytest.mark.engine
 
@@ -234,18 +237,96 @@ def test_engines_that_do_not_use_it_have_no_hooks(small):
     assert kept_last() is not None
 
 
+def note_fallbacks(monkeypatch):
+    """Why the worker prefilled requests from now on."""
+    counted, stats = [], worker_side().stats
+    count = stats.count_alike
+
+    def noting(name, label, *rest):
+        if name == "fallbacks":
+            counted.append(label)
+        count(name, label, *rest)
+
+    monkeypatch.setattr(stats, "count_alike", noting)
+    return counted
+
+
 def test_more_tokens_than_a_pass_takes_are_prefilled(small, monkeypatch):
     ids, boundaries = join([draw(20), draw(200), draw(250), draw(9)])
-    counted = []
-    count = worker_side().stats.count_alike
-    monkeypatch.setattr(worker_side().stats, "count_alike", lambda *given: (counted.append(given), count(*given)))
+    counted = note_fallbacks(monkeypatch)
     params = {"boundaries": boundaries, "recompute_ratio": 0.95}
     [ours] = ask(small, ids, policy="kv-deviation(layers=0+1, shrink=1)", **params)
-    assert counted.count(("fallbacks", Fallback.SHRINKING_SET)) == 1
+    assert counted == [Fallback.SHRINKING_SET]
     same(ours, plain_answer(small, ids), tolerance=1e-4)
     assert small.reset_prefix_cache()
     ask(small, ids, policy="kv-deviation(layers=0)", **params)  # in several passes
-    assert counted.count(("fallbacks", Fallback.SHRINKING_SET)) == 1
+    assert counted == [Fallback.SHRINKING_SET]
+
+
+def measured_layers():
+    side = worker_side()
+    return layers_that_narrow(side.forward, loaded_model(side.forward._runner), VOCABULARY, side.ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_trial_notices_a_model_that_joins_the_rows_of_ranks(small, monkeypatch, ranks):
+    """vLLM's DeepSeek does, if there are fewer hidden states than positions."""
+    assert small.reset_prefix_cache()
+    assert measured_layers() is not None
+    cut = Narrowing._cut
+
+    def joined(self, tensor, axis):
+        if tensor.shape[axis] == len(self._left):
+            tensor = torch.cat([tensor] * ranks, axis)
+            tensor = tensor.narrow(axis, 0, min(tensor.shape[axis], self._whole))
+        return cut(self, tensor, axis)
+
+    monkeypatch.setattr(Narrowing, "_cut", joined)
+    assert measured_layers() is None
+
+
+def test_the_trial_notices_slots_of_other_tokens(small, monkeypatch):
+    assert small.reset_prefix_cache()
+    replace = metadata.replace_sequences
+    monkeypatch.setattr(metadata, "replace_sequences", lambda told, slots: replace(told, every_slot()))
+
+    def every_slot():
+        return get_forward_context().slot_mapping
+
+    assert measured_layers() is None
+
+
+def add_a_layer(side):
+    """The model has a list of four modules, and three attention layers."""
+    [layers] = [
+        each for each in loaded_model(side.forward._runner).modules() if isinstance(each, torch.nn.ModuleList)
+    ]
+    layers.append(torch.nn.Identity())
+    return layers.pop
+
+
+def share_caches(side):
+    kv = side.forward.kv
+    kv.has_shared_caches = True
+    return lambda *_: setattr(kv, "has_shared_caches", False)
+
+
+@pytest.mark.parametrize("change", [add_a_layer, share_caches])
+def test_models_whose_layers_do_not_allow_it_are_prefilled(small, monkeypatch, caplog, change):
+    side, (ids, boundaries) = worker_side(), request()
+    params = {"boundaries": boundaries, "recompute_ratio": 0.7, "policy": "kv-deviation(layers=0+1)"}
+    counted = note_fallbacks(monkeypatch)
+    monkeypatch.setattr(side.loader._narrower, "_is_measured", False)
+    monkeypatch.setattr(side.loader._narrower, "_layers", None)
+    undo = change(side)
+    try:
+        [ours] = ask(small, ids, **params)
+        [line] = [each.getMessage() for each in caplog.records if "cannot shrink" in each.getMessage()]
+    finally:
+        undo(-1)
+    assert "kv-deviation(layers=0+1)" in line
+    assert counted == [Fallback.SHRINKING_SET]
+    same(ours, plain_answer(small, ids), tolerance=1e-4)
 
 
 def test_all_tokens_can_be_dropped(small):
@@ -259,7 +340,7 @@ def test_all_tokens_can_be_dropped(small):
         return [None, np.arange(40) < 7, np.zeros(7, dtype=bool)][len(noted) - 1]
 
     assert small.reset_prefix_cache()
-    layers = layers_that_narrow(side.forward, loaded_model(side.forward._runner), 500)
+    layers = measured_layers()
     assert side.forward.narrow(Narrowing(side.forward.kv.make_pass([run]), layers, thin)) is None
     assert noted == [(0, 40), (1, 40), (2, 7)]
     noted.clear()

@@ -10,6 +10,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvmosaic.blend import policy_named
+from kvmosaic.engines.results import Fallback
+from kvmosaic.engines.vllm.forward import narrowing_trial
 from kvmosaic.hf import LLM as HFEngine
 from tests.engines.vllm.helpers import (
     LATENT,
@@ -20,6 +22,7 @@ from tests.engines.vllm.helpers import (
     hooked_modules,
     join,
     kept_last,
+    limit_runs,
     plain_answer,
     same,
     start,
@@ -69,13 +72,16 @@ def prompt():
     return join([draw(random.randint(1, 50)), *(draw(each) for each in random.sample(LENGTHS, 4)), draw(9)])
 
 
-def test_both_engines_keep_the_same_tokens(case):
+def test_both_engines_keep_the_same_tokens(case, monkeypatch):
+    """Also if the backend takes fewer runs than there are."""
     model, settings, policy = case
     llm = start(model, **SETTINGS | settings)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     reference = HFEngine(loaded, enable_chunk_cache=True, miss_policy="fill-first", min_chunk_tokens=1)
     before = hooked_modules()
-    for _ in range(3):
+    for most_runs in (None, None, 4):
+        if most_runs is not None:
+            limit_runs(monkeypatch, most_runs)
         ids, boundaries = prompt()
         with reference.engine.session():
             parsed = reference.parser.parse(ids, boundaries)
@@ -146,12 +152,30 @@ def answers(llm, prompts, policy) -> list[Any]:
     return [results, llm.collective_rpc(fallbacks_on)]
 
 
+def disagree(worker):
+    """The first trial of the model's layers fails on one rank."""
+    is_right, failed = narrowing_trial._is_right, []
+
+    def trial(*given):
+        if worker_side().ranks.rank == 1 and not failed:
+            failed.append(is_right(*given))
+            return False
+        return is_right(*given)
+
+    narrowing_trial._is_right = trial
+
+
+def call_on_ranks(llm, function):
+    return llm.collective_rpc(function)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 1], ids=["split heads", "more ranks than heads"])
 def test_two_ranks_keep_what_one_keeps(tmp_path, kv_heads):
     model = write_tiny_llama(tmp_path, kv_heads, num_hidden_layers=6)
     policy, prompts = "kv-deviation(layers=1+2+3)", [prompt() for _ in range(4)]
     prompts += prompts[:1]  # what is remembered
     with EngineApart(model, ranks=2, **SETTINGS) as engine:
+        engine.call(call_on_ranks, disagree)
         two, reasons = engine.call(answers, prompts, policy)
     one, _ = answers(start(model, **SETTINGS), prompts, policy)
     assert reasons == [[], []]
@@ -159,3 +183,28 @@ def test_two_ranks_keep_what_one_keeps(tmp_path, kv_heads):
         assert first == second == alone
         assert alone[1][-1]
         assert ours == theirs
+
+
+@pytest.mark.skipif(not hasattr(AttentionBackendEnum, "CPU_MLA"), reason="this release of vLLM has no MLA on CPUs")
+def test_deepseek_on_several_ranks_is_prefilled(tiny_deepseek):
+    """vLLM's model joins the rows of all ranks if there are fewer hidden states than positions."""
+    prompts = [prompt() for _ in range(2)]
+    with EngineApart(tiny_deepseek, ranks=2, **SETTINGS, **LATENT) as engine:
+        engine.call(call_on_ranks, note_fallbacks)
+        ours = engine.call(only_answers, prompts, recompute_ratio=0.7, policy="kv-deviation(layers=0+1)")
+        assert engine.call(call_on_ranks, fallbacks_on) == [[Fallback.SHRINKING_SET] * 2] * 2
+        theirs = engine.call(only_answers, prompts, chunk_cache=False)
+    assert ours == theirs
+
+
+def only_answers(llm, prompts, **params):
+    """Answers to prompts, which vLLM's prefix cache does not have."""
+    tokens = []
+    for ids, boundaries in prompts:
+        assert llm.reset_prefix_cache()
+        given = params if "chunk_cache" in params else {"boundaries": boundaries, **params}
+        [output] = llm.generate(
+            [{"prompt_token_ids": ids}], greedy(8, detokenize=False, params=given), use_tqdm=False
+        )
+        tokens.append(list(output.outputs[0].token_ids))
+    return tokens

@@ -41,6 +41,8 @@ def test_remaining_runs_are_the_kept_tokens_of_runs(tokens):
         assert all(run.adapter_id == adapter for run in own)
         assert [position for run in own for position in range(run.start, run.end)] == expected
         assert [token - first for run in own for token in run.tokens] == expected
+        assert all(run.following is None or run.following == first + run.end for run in own)
+        assert all(run.following is not None for run in own if run.end < len(tokens))
 
 
 @given(st.lists(st.integers(1, 20), max_size=8), st.integers(0, 100))

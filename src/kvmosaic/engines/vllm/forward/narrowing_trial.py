@@ -8,11 +8,15 @@ import torch
 
 from kvmosaic.engines.vllm.forward.decoder_layers import DecoderLayers, measure_layers
 from kvmosaic.engines.vllm.forward.narrowing import Narrowing, Thin
+from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
 
-TOKENS, FEWEST_TOKENS = 8, 4
-"""Usual and minimum number of tokens of a trial. All of them are in one block."""
+TOKENS = 8
+"""Number of tokens of a trial. All of them are in one block."""
+KEPT = [2, 3, 7]
+"""Tokens of a trial that are not dropped. A model that joins the rows of several ranks, because it expects 8 of them,
+gets other tokens at these places, however many ranks there are."""
 ROUNDING_FACTOR = 4.0
 """Maximum error of a trial, in units of the measured rounding."""
 SMALL_EXACT, SMALL_HALF = 1e-4, 3e-2
@@ -23,12 +27,17 @@ ATTEMPTS = 3
 _NO_LAYERS = DecoderLayers((), ())
 
 
-def layers_that_narrow(forward: SparseForward, model: torch.nn.Module, vocabulary: int) -> DecoderLayers | None:
+def layers_that_narrow(
+    forward: SparseForward, model: torch.nn.Module, vocabulary: int, ranks: Ranks
+) -> DecoderLayers | None:
     """The decoder layers of vLLM's ``model`` with ``vocabulary`` token ids; ``None`` if tokens cannot be dropped
-    between them. Only block 0 is written, which vLLM never uses. With several ranks, each gets its own answer."""
-    count = min(TOKENS, *forward.kv.block_sizes)
-    if count < FEWEST_TOKENS or not forward.can_narrow:
+    between them on some rank. Only block 0 is written, which vLLM never uses. All ranks call this together."""
+    if min(forward.kv.block_sizes) < TOKENS or not forward.can_narrow:
         return None
+
+    def agree(mine: bool) -> bool:
+        """Whether all ranks say so. Otherwise one of them would go on alone, and wait for the others."""
+        return int(ranks.sum(torch.tensor(int(mine)))) == ranks.count
 
     def compute(tokens: int, attended: Callable[[int], None]) -> None:
         def note(layer: int, *rest: object) -> None:
@@ -37,30 +46,29 @@ def layers_that_narrow(forward: SparseForward, model: torch.nn.Module, vocabular
         _compute(forward, [_run(forward, [0] * tokens, 0)], _NO_LAYERS, note)
 
     layers = measure_layers(model, len(forward.kv), compute)
-    if layers is None:
+    if not agree(layers is not None) or layers is None:
         return None
     for attempt in range(ATTEMPTS):
         draw = random.Random(attempt)
-        if _is_right(forward, layers, [draw.randrange(vocabulary) for _ in range(count)]):
+        if agree(_is_right(forward, layers, [draw.randrange(vocabulary) for _ in range(TOKENS)])):
             return layers
     return None
 
 
 def _is_right(forward: SparseForward, layers: DecoderLayers, tokens: list[int]) -> bool:
-    """Whether two tokens get the same K and V in all layers, if the others are dropped behind the first one. The
+    """Whether some tokens get the same K and V in all layers, if the others are dropped behind the first one. The
     cache has the others' KV from a pass before."""
-    kept = [2, len(tokens) - 1]
-    whole, alone = _run(forward, tokens, 0), [_run(forward, [tokens[each]], each) for each in kept]
-    is_kept = np.isin(np.arange(len(tokens)), kept)
-    expected = [rows[kept] for rows in _noted(forward, [whole], layers, None)]
+    whole, alone = _run(forward, tokens, 0), [_run(forward, [tokens[each]], each) for each in KEPT]
+    is_kept = np.isin(np.arange(TOKENS), KEPT)
+    expected = [rows[KEPT] for rows in _noted(forward, [whole], layers, None)]
     rounded = _noted(forward, alone, layers, None)
     narrowed = _noted(forward, [whole], layers, is_kept)
     if len(narrowed) < len(expected):
         return False
-    narrowed[0] = narrowed[0][kept]
+    narrowed[0] = narrowed[0][KEPT]
     small = SMALL_EXACT if expected[0].dtype == torch.float32 else SMALL_HALF
     allowed = ROUNDING_FACTOR * _distance(rounded, expected) + small
-    return len(narrowed[1]) == len(kept) and _distance(narrowed, expected) <= allowed
+    return len(narrowed[1]) == len(KEPT) and _distance(narrowed, expected) <= allowed
 
 
 def _noted(

@@ -7,8 +7,8 @@ can read the cache, our own kernel computes attention instead (``tile_attention.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, nullcontext, suppress
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 
@@ -21,24 +21,14 @@ from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
 from kvmosaic.engines.vllm.forward.narrowing import Narrowing, SeenEnough
+from kvmosaic.engines.vllm.forward.pass_attention import InParts, InTiles, PassAttention
 from kvmosaic.engines.vllm.forward.ranks import RankLostError, Ranks
 from kvmosaic.engines.vllm.forward.runs import Pass, Run, padded
 from kvmosaic.engines.vllm.forward.stages import Stages
 from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
-from kvmosaic.kernels.queries import Queries
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called with a layer's number, its queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
-
-
-class _Attention(NamedTuple):
-    """How attention of a pass is computed."""
-
-    num_tokens: int
-    queries: dict[int, Queries] | None
-    """The tokens in tiles, by number of query heads, if our own kernel computes it."""
-    parts: Sequence[Pass]
-    """The pass in parts that the backend can compute, if that computes it."""
 
 
 class SparseForward:
@@ -141,10 +131,40 @@ class SparseForward:
 
     def narrow(self, narrowing: Narrowing) -> str | None:
         """Compute a pass whose tokens become fewer, which have to come in ascending order. Their KV in the layers
-        that do not compute them any more stays as it was. Returns why the model cannot do this, if so."""
-        with suppress(SeenEnough):
-            self._forward(narrowing.work, narrowing=narrowing)
+        that do not compute them any more stays as it was, and so does all KV of a draft model, which needs the output
+        for every token. Returns why the model cannot do this, if so."""
+        work = narrowing.work
+        with suppress(SeenEnough), torch.inference_mode():
+            attention = self._attention(work)
+
+            def attend(layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Backend) -> None:
+                self._wait_for(layer)
+                narrowing.computed(self.kv.index_of[layer.name], k, v)
+                attention.compute(layer, q, out, backend)
+
+            def follow(rest: Pass) -> None:
+                nonlocal attention
+                attention = self._attention(rest)
+                rests.enter_context(with_adapter(self._runner, rest.adapter_id, len(rest.sequences), rest.num_tokens))
+                self._metadata.replace(rest, attention.metadata)
+
+            with (
+                with_adapter(self._runner, work.adapter_id, len(work.sequences), work.num_tokens),
+                attention_by(attend, self._wait_for, self.kv.layers),
+                self._metadata.context(work, attention.metadata, padding=0, graph=None, skip_compiled=True),
+                ExitStack() as rests,
+                narrowing.active(follow),
+                self._entering_model(),
+            ):
+                self._model(work, work.token_ids, work.rotary_positions)
         return narrowing.problem
+
+    def _attention(self, work: Pass) -> PassAttention:
+        """Attention of a pass that may have more runs than a backend takes."""
+        tiles = self._tiles_for(work)
+        if tiles is None:
+            return InParts(self._metadata, list(self._passes(work.runs)))
+        return InTiles(tiles, {heads: tiles.queries(work.sequences, heads) for heads in self.kv.query_heads})
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[Pass]:
         """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs."""
@@ -171,6 +191,14 @@ class SparseForward:
     def _in_tiles(self, runs: Sequence[Run]) -> bool:
         return self._tiles is not None and self._tiles.is_cheaper(runs)
 
+    def _tiles_for(self, work: Pass) -> TileAttention | None:
+        """Our own attention, if it is to compute that of a pass."""
+        return self._tiles if self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs else None
+
+    def _wait_for(self, layer: KVLayer) -> None:
+        if self._arrivals is not None:
+            self._arrivals.wait(self.kv.index_of[layer.name])
+
     def _forward(
         self,
         work: Pass,
@@ -179,96 +207,83 @@ class SparseForward:
         observed: Collection[int] = (),
         graphs: bool = False,
         hands_on: bool = True,
-        narrowing: Narrowing | None = None,
     ) -> torch.Tensor:
         """Run one pass and return the hidden states behind this rank's last layer, ``[tokens, hidden]``. ``observe``
         is called for the layers ``observed``, numbered as in this rank's entries. With ``graphs``, the pass uses
         vLLM's CUDA graphs if one is large enough: a pass of few tokens spends its time on launching kernels, not on
-        running them. ``hands_on``: whether the next pipeline stage, if there is one, waits for the output.
-        ``narrowing``: drops tokens on the way."""
+        running them. ``hands_on``: whether the next pipeline stage, if there is one, waits for the output."""
         count = work.num_tokens
         size = graph_size(self._runner, count) if graphs and self._runs_compiled else None
         padding = 0 if size is None else size - count
-        attention = self._attention(work, [work] if narrowing is None else list(self._passes(work.runs)))
+        tiles = self._tiles_for(work)
+        queries = None
+        if tiles is not None:
+            queries = {heads: tiles.queries(work.sequences, heads) for heads in self.kv.query_heads}
         positions = work.rotary_positions + shift if shift else work.rotary_positions
         inputs = padded(work.token_ids, padding), padded(positions, padding)
 
-        def attend(layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Backend) -> None:
-            index, count = self.kv.index_of[layer.name], attention.num_tokens
-            wait_for(layer)  # it may use K and V of another layer
+        def attend(
+            layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
+        ) -> None:
+            index = self.kv.index_of[layer.name]
+            self._wait_for(layer)  # it may use K and V of another layer
             if observe is not None and index in observed:
                 observe(index, q[:count], k[:count], v[:count])
-            if narrowing is not None:
-                narrowing.computed(index, k, v)
-            if attention.queries is not None and self._tiles is not None:
-                self._tiles.attend(layer, q[:count], attention.queries[layer.heads], out[:count])
-            elif len(attention.parts) == 1:
+            if tiles is None or queries is None:
                 backend()
             else:
-                begin = 0
-                for part in attention.parts:
-                    end = begin + part.num_tokens
-                    # Made for each layer, because builders may reuse their buffers.
-                    backend(slice(begin, end), self._metadata.build(part)[layer.name])
-                    begin = end
+                tiles.attend(layer, q[:count], queries[layer.heads], out[:count])
 
-        def wait_for(layer: KVLayer) -> None:
-            if self._arrivals is not None:
-                self._arrivals.wait(self.kv.index_of[layer.name])
-
-        def follow(rest: Pass) -> None:
-            nonlocal attention
-            attention = self._attention(rest, list(self._passes(rest.runs)))
-            rests.enter_context(with_adapter(self._runner, rest.adapter_id, len(rest.sequences), rest.num_tokens))
-            self._metadata.replace(rest, self._told(attention))
-
-        has_arrivals = self._arrivals is not None and self._arrivals.is_pending
-        everywhere = attention.queries is not None or narrowing is not None or has_arrivals
+        everywhere = queries is not None or (self._arrivals is not None and self._arrivals.is_pending)
         # Only the layers that need it: between CUDA graphs, every call in Python counts.
         watched = self.kv.kept if everywhere else [self.kv.kept[index] for index in observed]
         with (
             torch.inference_mode(),
             with_adapter(self._runner, work.adapter_id, len(work.sequences), count),
-            attention_by(attend, wait_for, watched),
+            attention_by(attend, self._wait_for, watched),
         ):
-            told = self._told(attention)
+            metadata = self._metadata.build(work) if queries is None else None
             with (
                 self._metadata.context(
-                    work,
-                    told,
-                    padding=padding,
-                    graph=size,
-                    skip_compiled=narrowing is not None or not self._runs_compiled,
+                    work, metadata, padding=padding, graph=size, skip_compiled=not self._runs_compiled
                 ),
-                ExitStack() as rests,
-                nullcontext() if narrowing is None else narrowing.active(follow),
                 nullcontext(inputs) if size is None else graph_inputs(self._runner, *inputs, count) as (
                     input_ids,
                     places,
                 ),
             ):
-                self._ranks.go_on()
-                try:
-                    # The image encoder and the embedding are collective operations if several ranks share the layers.
-                    embeddings = self._embeddings(work) if work.has_images else None
-                    output = self._runner.model(
-                        input_ids=input_ids if embeddings is None else None,
-                        positions=places,
-                        intermediate_tensors=self._stages.receive(),
-                        inputs_embeds=embeddings,
-                    )
-                    if self._drafter is not None and narrowing is None:
+                with self._entering_model(hands_on):
+                    output = self._model(work, input_ids, places)
+                    if self._drafter is not None:
                         # Before the next pass: a CUDA graph would overwrite the output.
-                        self._draft(self._drafter, work, told, positions, output)
-                except Exception as error:
-                    if isinstance(error, SeenEnough):
-                        raise
-                    if self._ranks.per_stage > 1:
-                        raise RankLostError("the model failed on one of several ranks") from error
-                    if hands_on:
-                        self._stages.fail()
-                    raise
+                        self._draft(self._drafter, work, metadata, positions, output)
                 return self._stages.hand_on(output)[:count]
+
+    @contextmanager
+    def _entering_model(self, hands_on: bool = True) -> Iterator[None]:
+        """Run the model inside the block, on all ranks or on none."""
+        self._ranks.go_on()
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, SeenEnough):
+                raise
+            if self._ranks.per_stage > 1:
+                raise RankLostError("the model failed on one of several ranks") from error
+            if hands_on:
+                self._stages.fail()
+            raise
+
+    def _model(self, work: Pass, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The output of the model for a pass, whose ``input_ids`` and ``positions`` may be padded."""
+        # The image encoder and the embedding are collective operations if several ranks share the layers.
+        embeddings = self._embeddings(work) if work.has_images else None
+        return self._runner.model(
+            input_ids=input_ids if embeddings is None else None,
+            positions=positions,
+            intermediate_tensors=self._stages.receive(),
+            inputs_embeds=embeddings,
+        )
 
     def _draft(
         self,
@@ -282,17 +297,6 @@ class SparseForward:
         graphs are left to vLLM's own steps."""
         with self._metadata.context(work, metadata, padding=0, graph=None, skip_compiled=True):
             drafter.follow(output, work.token_ids, work.following_ids, positions)
-
-    def _attention(self, work: Pass, parts: Sequence[Pass]) -> _Attention:
-        """``parts``: the pass in parts that the backend can compute."""
-        if self._tiles is not None and (self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs):
-            queries = {heads: self._tiles.queries(work.sequences, heads) for heads in self.kv.query_heads}
-            return _Attention(work.num_tokens, queries, ())
-        return _Attention(work.num_tokens, None, parts)
-
-    def _told(self, attention: _Attention) -> dict[str, Any] | None:
-        """Attention metadata of the forward; ``None`` if no backend needs it."""
-        return self._metadata.build(attention.parts[0]) if len(attention.parts) == 1 else None
 
     def _embeddings(self, work: Pass) -> torch.Tensor:
         """Embeddings of all tokens of a pass, ``[tokens, hidden]``, made as vLLM makes them."""

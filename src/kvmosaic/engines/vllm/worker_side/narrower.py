@@ -47,18 +47,17 @@ class Narrower:
         return self._layers is not None
 
     def _measure(self, policy: str) -> None:
-        layers = self._ranks.together(
-            lambda: layers_that_narrow(self._forward, self._model, self._vocabulary), "measuring the model's layers"
+        self._layers = self._ranks.together(
+            lambda: layers_that_narrow(self._forward, self._model, self._vocabulary, self._ranks),
+            "measuring the model's layers",
         )
-        if self._ranks.all_have([layers is not None])[0]:
-            self._layers = layers
-        elif self._ranks.rank == 0:
+        self._is_measured = True
+        if self._layers is None and self._ranks.rank == 0:
             logger.warning(
                 "policy %s: sets cannot shrink from layer to layer in this model, so its requests are prefilled; "
                 "give one layer",
                 policy,
             )
-        self._is_measured = True
 
     def fits(self, tokens: int) -> bool:
         """Whether a pass has room for so many tokens."""
@@ -71,25 +70,25 @@ class Narrower:
         ``[tokens]`` bool, which are computed in all layers. Returns the positions that each check kept, or ``None``
         if it failed on some rank; the KV of chunks is then undefined."""
         # Ranks may have forgotten different choices, but have to measure the same ones.
-        knows = self._ranks.all_have([choice.kept is not None])[0]
+        if not self._ranks.all_have([choice.kept is not None])[0]:
+            choice = choice._replace(kept=None)
         positions = np.concatenate([np.arange(run.start, run.end) for run in runs])
-        known = choice.kept if knows else None
-        thinning = _Thinning(choice._replace(kept=known), positions, lasting, probe, self._ranks)
         selection = Selection(tuple(positions[~lasting].tolist()), choice.checks)
         layers = self._ranks.num_layers
         tokens = int(lasting.sum()) + selection.layer_tokens(layers) // layers
 
-        def work() -> str | None:
+        def work() -> tuple[np.ndarray, ...]:
             assert self._layers is not None
-            narrowing = Narrowing(self._forward.kv.make_pass(runs), self._layers, thinning.thin)
-            return self._forward.narrow(narrowing) or ""
+            thinning = _Thinning(choice, positions, lasting, probe, self._ranks)
+            problem = self._forward.narrow(Narrowing(self._forward.kv.make_pass(runs), self._layers, thinning.thin))
+            if problem is not None:  # the same on all ranks
+                raise RuntimeError(problem)
+            return tuple(thinning.kept)
 
         with self._timer.stage("blend", tokens) as blend:
-            problem = self._ranks.together(work, "computing fewer tokens from layer to layer")
-            blend.has_failed = problem != ""
-        if problem:
-            logger.error("the tokens of a pass did not become fewer: %s", problem)
-        return tuple(thinning.kept) if problem == "" else None
+            kept = self._ranks.together(work, "computing fewer tokens from layer to layer")
+            blend.has_failed = kept is None
+        return kept
 
 
 class _Thinning:
@@ -110,8 +109,8 @@ class _Thinning:
         chosen = positions[~lasting]
         checks = self._checks if self._known is None else ()
         self._reused = [probe.reused(check.layer, check.part, chosen) for check in checks]
-        self.kept: list[np.ndarray] = []
-        """The positions that each check kept."""
+        self.kept = [np.empty(0, dtype=positions.dtype) for _ in choice.checks]
+        """The positions that each check kept; none, if the pass ended before it."""
 
     def thin(self, layer: int, left: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> np.ndarray | None:
         """The tokens that a check of a layer keeps, ``[tokens]`` bool, of those that are ``left``."""
@@ -123,7 +122,7 @@ class _Thinning:
             kept |= np.isin(self._positions[left], self._known[index])
         else:
             kept[self._farthest(index, left, k, v)] = True
-        self.kept.append(self._positions[left][kept & ~self._lasting[left]])
+        self.kept[index] = self._positions[left][kept & ~self._lasting[left]]
         return kept
 
     def _farthest(self, index: int, left: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
