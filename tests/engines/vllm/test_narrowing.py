@@ -40,7 +40,7 @@ from tests.engines.vllm.helpers import (
     start,
     worker_side,
 )
-from tests.engines.vllm.tiny import VOCABULARY
+from tests.engines.vllm.tiny import VOCABULARY, write_tiny_llama
 
 pytestmark = pytest.mark.engine
 
@@ -54,6 +54,8 @@ SPECS = [
     "kv-deviation(layers=1+3, threshold=0.9, shrink=1)",
 ]
 LENGTHS = (21, 33, 48, 64, 70)
+STEP = 512
+"""Maximum number of tokens in a step of the engine with short steps."""
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +222,10 @@ def test_a_failure_on_the_way_is_prefilled(llm, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def small(tiny_llama):
+def small(tmp_path_factory):
     """An engine with short steps."""
-    return start(tiny_llama, miss_policy="fill-first", skip_tokenizer_init=True, max_num_batched_tokens=256)
+    model = write_tiny_llama(tmp_path_factory.mktemp("small"), num_hidden_layers=8)
+    return start(model, miss_policy="fill-first", skip_tokenizer_init=True, max_num_batched_tokens=STEP)
 
 
 def test_engines_that_do_not_use_it_have_no_hooks(small):
@@ -252,14 +255,16 @@ def note_fallbacks(monkeypatch):
 
 
 def test_more_tokens_than_a_pass_takes_are_prefilled(small, monkeypatch):
-    ids, boundaries = join([draw(20), draw(200), draw(250), draw(9)])
+    """Few tokens on average, but many in the first layers."""
+    ids, boundaries = join([draw(10), draw(380), draw(400), draw(9)])
     counted = note_fallbacks(monkeypatch)
-    params = {"boundaries": boundaries, "recompute_ratio": 0.95}
-    [ours] = ask(small, ids, policy="kv-deviation(layers=0+1, shrink=1)", **params)
+    params = {"boundaries": boundaries, "recompute_ratio": 0.6}
+    [ours] = ask(small, ids, policy="kv-deviation(layers=1+2, shrink=100)", **params)
+    assert len(chosen_last()) > STEP
     assert counted == [Fallback.SHRINKING_SET]
     same(ours, plain_answer(small, ids), tolerance=1e-4)
     assert small.reset_prefix_cache()
-    ask(small, ids, policy="kv-deviation(layers=0)", **params)  # in several passes
+    ask(small, ids, policy="kv-deviation(layers=1)", **params)  # in several passes
     assert counted == [Fallback.SHRINKING_SET]
 
 
@@ -288,19 +293,18 @@ def test_the_trial_notices_a_model_that_joins_the_rows_of_ranks(small, monkeypat
 def test_the_trial_notices_slots_of_other_tokens(small, monkeypatch):
     assert small.reset_prefix_cache()
     replace = metadata.replace_sequences
-    monkeypatch.setattr(metadata, "replace_sequences", lambda told, slots: replace(told, every_slot()))
 
-    def every_slot():
-        return get_forward_context().slot_mapping
+    def keeping_slots(told, slots):
+        replace(told, get_forward_context().slot_mapping)
 
+    monkeypatch.setattr(metadata, "replace_sequences", keeping_slots)
     assert measured_layers() is None
 
 
 def add_a_layer(side):
     """The model has a list of four modules, and three attention layers."""
-    [layers] = [
-        each for each in loaded_model(side.forward._runner).modules() if isinstance(each, torch.nn.ModuleList)
-    ]
+    modules = loaded_model(side.forward._runner).modules()
+    [layers] = [module for module in modules if isinstance(module, torch.nn.ModuleList)]
     layers.append(torch.nn.Identity())
     return layers.pop
 

@@ -117,10 +117,10 @@ class Admission:
     def _tokens_to_choose(self, request: ChunkRequest, local: int) -> int:
         text, missing, stored = self._shares(request, local)
         policy = policy_named(request.policy)
-        tokens = text + missing + stored * policy.chunk_layers // self._shape.num_layers
-        if policy.narrows:  # the next layers' tokens are chosen in the pass that computes them
-            tokens += text + missing + int(request.ratio * stored)
-        return tokens
+        if policy.narrows:  # the pass that chooses also computes the chosen tokens, and text again
+            filled = missing if self._fills(request, missing) else 0
+            return filled + 2 * (text + missing - filled) + int(request.ratio * (stored + filled))
+        return text + missing + stored * policy.chunk_layers // self._shape.num_layers
 
     def _load_cost(self, request: ChunkRequest, local: int) -> _LoadCost:
         text, missing, stored = self._shares(request, local)
