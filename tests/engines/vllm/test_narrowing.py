@@ -258,6 +258,8 @@ def test_more_tokens_than_a_pass_takes_are_prefilled(small, monkeypatch):
     """Few tokens on average, but many in the first layers."""
     ids, boundaries = join([draw(10), draw(380), draw(400), draw(9)])
     counted = note_fallbacks(monkeypatch)
+    ask(small, ids, boundaries=boundaries, recompute_ratio=0.0)  # documents are stored
+    assert small.reset_prefix_cache()
     params = {"boundaries": boundaries, "recompute_ratio": 0.6}
     [ours] = ask(small, ids, policy="kv-deviation(layers=1+2, shrink=100)", **params)
     assert len(chosen_last()) > STEP
