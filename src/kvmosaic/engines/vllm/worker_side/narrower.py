@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from kvmosaic.blend import policy_named
-from kvmosaic.blend.base import Selection
 from kvmosaic.engines.vllm.forward.decoder_layers import DecoderLayers
 from kvmosaic.engines.vllm.forward.narrowing import Narrowing
 from kvmosaic.engines.vllm.forward.narrowing_trial import layers_that_narrow
@@ -73,9 +72,6 @@ class Narrower:
         if not self._ranks.all_have([choice.kept is not None])[0]:
             choice = choice._replace(kept=None)
         positions = np.concatenate([np.arange(run.start, run.end) for run in runs])
-        selection = Selection(tuple(positions[~lasting].tolist()), choice.checks)
-        layers = self._ranks.num_layers
-        tokens = int(lasting.sum()) + selection.layer_tokens(layers) // layers
 
         def work() -> tuple[np.ndarray, ...]:
             assert self._layers is not None
@@ -85,10 +81,9 @@ class Narrower:
                 raise RuntimeError(problem)
             return tuple(thinning.kept)
 
-        with self._timer.stage("blend", tokens) as blend:
-            kept = self._ranks.together(work, "computing fewer tokens from layer to layer")
-            blend.has_failed = kept is None
-        return kept
+        # Its time says nothing about other passes, which may have compiled code and CUDA graphs.
+        with self._timer.stage("blend"):
+            return self._ranks.together(work, "computing fewer tokens from layer to layer")
 
 
 class _Thinning:
