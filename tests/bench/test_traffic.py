@@ -144,6 +144,7 @@ def test_plain_and_unfinished_requests_hit_nothing():
 
 
 def test_the_best_rate_is_the_highest_that_meets_the_objective():
-    rows = [{"rate": rate, "plain_ttft_p90_ms": ms} for rate, ms in ((1, 10.0), (2, 30.0), (4, 20.0), (8, 90.0))]
+    times = ((1, 10.0), (2, 30.0), (4, 20.0), (8, 90.0))
+    rows = [{"engine": "plain", "ratio": None, "rate": rate, "ttft_p90_ms": ms} for rate, ms in times]
     assert best_rate(rows, "plain", 20.0) == 4
     assert best_rate(rows, "plain", 5.0) is None

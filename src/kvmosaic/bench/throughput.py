@@ -1,8 +1,8 @@
 """vLLM under RAG traffic with Poisson arrivals: latencies, and the highest request rate that meets an objective.
 
-Plain vLLM with its prefix cache and vLLM with the chunk cache run one after the other, and get the same requests at
-the same times. All documents have been seen before, except a number of new ones in every query where that is asked
-for.
+Plain vLLM with its prefix cache, vLLM with the chunk cache, and LMCache if that is asked for, run one after the
+other, and get the same requests at the same times. All documents have been seen before, except a number of new ones
+in every query where that is asked for.
 """
 
 import random
@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvmosaic.bench import lmcache
 from kvmosaic.bench.engine import Model, machine, start
-from kvmosaic.bench.process import ENGINES, compare, tell
+from kvmosaic.bench.process import run_apart, tell
 from kvmosaic.bench.steps import Request, Steps, hit_share, percentiles
 from kvmosaic.bench.traffic import Corpus, Prompt, arrivals, assemble, popular, random_tokens
 from kvmosaic.core.errors import ConfigError
@@ -28,43 +29,52 @@ def run(
     seconds: float,
     outputs: int,
     objective_ms: float,
-    ratio: float,
+    ratios: Sequence[float],
     new: int,
+    lmcache_ratio: float | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Latencies of both engines at every rate, in requests per second. Each rate lasts for ``seconds``; ``outputs``
-    tokens are generated per request. ``objective_ms``: target for the 90th percentile of the time to first token.
-    ``new``: number of documents in each query that no earlier query had."""
+    """Latencies of all engines at every rate, in requests per second, one row for each engine, recompute ratio and
+    rate. Each rate lasts for ``seconds``; ``outputs`` tokens are generated per request. ``objective_ms``: target for
+    the 90th percentile of the time to first token. ``new``: number of documents in each query that no earlier query
+    had. ``lmcache_ratio``: LMCache's recompute ratio; ``None``: LMCache is not measured."""
     if new > corpus.per_query:
         raise ConfigError(f"{new} new documents per query: a query has only {corpus.per_query}")
-    rates = sorted(rates)
-    arguments = {
+    asked = {
         "model": asdict(model),
         "corpus": asdict(corpus),
-        "rates": rates,
+        "rates": sorted(rates),
         "seconds": seconds,
         "outputs": outputs,
         # A request without a first token after this time has missed the objective in any case.
         "grace": 2 * objective_ms / 1e3,
-        "ratio": ratio,
         "new": new,
     }
-    measured = compare(__name__, arguments, progress)
-    rows = []
-    for index, rate in enumerate(rates):
-        row: dict[str, Any] = {"rate": rate, "requests": measured["plain"]["rates"][index].pop("requests")}
-        assert row["requests"] == measured["reuse"]["rates"][index].pop("requests")
-        for engine in ENGINES:
-            row |= {f"{engine}_{name}": value for name, value in measured[engine]["rates"][index].items()}
-        row["ttft_p50_speedup"] = row["plain_ttft_p50_ms"] / row["reuse_ttft_p50_ms"]
-        rows.append(row)
-    best = {f"{engine}_rate_at_objective": best_rate(rows, engine, objective_ms) for engine in ENGINES}
-    return {"machine": measured["reuse"]["machine"], **arguments, "objective_ms": objective_ms, **best, "rows": rows}
+    engines: dict[str, Sequence[float | None]] = {"plain": (None,), "reuse": ratios}
+    if lmcache_ratio is not None:
+        engines["lmcache"] = (lmcache_ratio,)
+    rows: list[dict[str, Any]] = []
+    for engine, shares in engines.items():
+
+        def told(text: str, engine: str = engine) -> None:
+            progress(f"{engine}: {text}")
+
+        measured = run_apart(__name__, {"engine": engine, "ratios": shares, **asked}, told)
+        rows += ({"engine": engine, **row} for row in measured["rows"])
+        if engine == "reuse":
+            host = measured["machine"]
+    best = {name: best_rate(rows, name, objective_ms) for name in dict.fromkeys(map(name_of, rows))}
+    return {"machine": host, **asked, "objective_ms": objective_ms, "rate_at_objective": best, "rows": rows}
 
 
-def best_rate(rows: Sequence[dict[str, Any]], engine: str, objective_ms: float) -> float | None:
+def name_of(row: dict[str, Any]) -> str:
+    """The engine of a row, and its recompute ratio, if it has one."""
+    return str(row["engine"]) if row["ratio"] is None else f"{row['engine']} {row['ratio']:.0%}"
+
+
+def best_rate(rows: Sequence[dict[str, Any]], name: str, objective_ms: float) -> float | None:
     """The highest rate at which nine of ten requests met the objective; ``None`` if there is none."""
-    met = [row["rate"] for row in rows if row[f"{engine}_ttft_p90_ms"] <= objective_ms]
+    met = [row["rate"] for row in rows if name_of(row) == name and row["ttft_p90_ms"] <= objective_ms]
     return max(met, default=None)
 
 
@@ -76,42 +86,57 @@ def measure(
     seconds: float,
     outputs: int,
     grace: float,
-    ratio: float,
+    ratios: Sequence[float | None],
     new: int,
 ) -> dict[str, Any]:
-    """Latencies of one engine at every rate. Requests that are unfinished ``grace`` seconds after the last arrival
-    are aborted."""
+    """Latencies of one engine at every ratio and rate. Requests that are unfinished ``grace`` seconds after the last
+    arrival are aborted."""
     tell("starting vLLM")
-    documents = Corpus(**corpus)
-    llm = start(
-        Model(**model),
-        enable_chunk_cache=engine == "reuse",
-        max_model_len=documents.prompt_tokens + outputs + 1024,
-        max_num_batched_tokens=8192,
-    )
-    params = {"recompute_ratio": ratio} if engine == "reuse" else None
-    load = _Load(Steps(llm), documents, outputs, new, params)
-    tell("warming up")
-    load.warm_up()
-    results = []
-    for rate in rates:
-        tell(f"{rate:g} requests a second")
-        results.append(load.offer(rate, seconds, grace))
-    return {"machine": machine(), "rates": results}
+    documents, shape = Corpus(**corpus), Model(**model)
+    length = documents.prompt_tokens + outputs + 1024
+    if engine == "lmcache":
+        assert ratios[0] is not None
+        llm = lmcache.start(shape, ratios[0], max_model_len=length, max_num_batched_tokens=2 * length)
+        lmcache.tune()
+    else:
+        llm = start(shape, enable_chunk_cache=engine == "reuse", max_model_len=length, max_num_batched_tokens=8192)
+    rows = []
+    for ratio in ratios:
+        params = {"recompute_ratio": ratio} if engine == "reuse" else None
+        shown = lmcache.separated if engine == "lmcache" else None
+        load = _Load(Steps(llm), documents, outputs, new, params, shown)
+        tell("warming up")
+        load.warm_up()
+        for rate in rates:
+            tell(f"{rate:g} requests a second" + ("" if ratio is None else f", {ratio:.0%} recomputed"))
+            rows.append({"ratio": ratio, "rate": rate, **load.offer(rate, seconds, grace)})
+    return {"machine": machine(), "rows": rows}
 
 
 class _Load:
     """Requests over a corpus, sent to one engine."""
 
-    def __init__(self, steps: Steps, corpus: Corpus, outputs: int, new: int, params: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        corpus: Corpus,
+        outputs: int,
+        new: int,
+        params: dict[str, Any] | None,
+        shown: Callable[[Prompt], Prompt] | None,
+    ) -> None:
+        """``params``: chunk-cache parameters; ``shown``: makes the prompts that the engine wants, if not these."""
         self._steps, self._corpus, self._outputs, self._new, self._params = steps, corpus, outputs, new, params
+        self._shown = shown or (lambda prompt: prompt)
+        # Documents that are new with one recompute ratio must be new with the next one as well.
+        self._newly = corpus.rng(f"new documents {params}")
         self._texts, self._system = corpus.texts(), corpus.system()
 
     def warm_up(self) -> None:
         """Send every document once, and then a few requests of the measured kind."""
         rng, each = self._corpus.rng("warm-up"), self._corpus.per_query
         for first in range(0, self._corpus.documents, each):
-            prompt = assemble(self._system, self._texts[first : first + each], rng)
+            prompt = self._shown(assemble(self._system, self._texts[first : first + each], rng))
             # Documents are filled in decode steps, at least one per step, from the second one on.
             self._steps.add(prompt, 2 + each, self._params)
             self._steps.finish()
@@ -159,5 +184,5 @@ class _Load:
         """A prompt of the documents with these numbers, some of them replaced by new ones."""
         texts = [self._texts[number] for number in numbers]
         for place in rng.sample(range(len(texts)), self._new):
-            texts[place] = random_tokens(rng, self._corpus.document_tokens)
-        return assemble(self._system, texts, rng)
+            texts[place] = random_tokens(self._newly, self._corpus.document_tokens)
+        return self._shown(assemble(self._system, texts, rng))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvmosaic.bench.engine import Model, machine, start
+from kvmosaic.bench.process import tell
 from kvmosaic.bench.traffic import SYSTEM_TOKENS, Prompt, assemble, random_tokens
 from kvmosaic.core.accelerator import accelerator_there
 from kvmosaic.core.errors import KvmosaicError
@@ -21,12 +22,13 @@ def run(
     policies: Sequence[str] = ("composite",),
     ratios: Sequence[float] = (0.0,),
     repeats: int = 5,
+    entry_dtype: str = "auto",
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Median milliseconds over ``repeats`` prompts of ``context`` tokens in chunks of 512, each time in a new order,
     with all chunks cached in ``tier`` (``device`` or ``host``): by full prefill, by a hit in vLLM's prefix cache, and
     by reuse with every policy and ratio. Ratio 0 is measured once, because there all policies are the same. Reuse is
-    measured after a known system prompt and after a new one."""
+    measured after a known system prompt and after a new one. ``entry_dtype``: number format of stored chunks."""
     if tier == "device" and accelerator_there() is None:
         raise KvmosaicError("--tier device needs a GPU; use --tier host")
     progress("starting vLLM")
@@ -34,6 +36,7 @@ def run(
         model,
         enable_chunk_cache=True,
         miss_policy="fill-first",
+        entry_dtype=entry_dtype,
         chunk_cache_gpu_memory_fraction=0.15 if tier == "device" else 0.0,
         host_memory="40GiB",
         max_model_len=context + 4096,
@@ -101,3 +104,8 @@ def run(
             }
         )
     return {"machine": machine(), "rows": rows}
+
+
+def measure(model: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """The result of :func:`run`, for measurements in separate processes."""
+    return run(model=Model(**model), progress=tell, **arguments)

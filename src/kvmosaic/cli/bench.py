@@ -6,8 +6,15 @@ from typing import Annotated, Any
 import typer
 
 from kvmosaic.cli import bench_plots, bench_traffic
-from kvmosaic.cli.bench_traffic import EagerOption, HeadsOption, LayersOption
-from kvmosaic.cli.eval import BETWEEN_POLICIES, numbers
+from kvmosaic.cli.bench_traffic import (
+    EagerOption,
+    HeadsOption,
+    LayersOption,
+    LmcacheOption,
+    RatiosOption,
+    shares_of,
+)
+from kvmosaic.cli.eval import BETWEEN_POLICIES
 from kvmosaic.cli.output import JsonOption, ModelOption, console, print_json, print_line, print_table, reporting
 from kvmosaic.cli.remote import reach
 from kvmosaic.core.errors import ConfigError
@@ -191,9 +198,7 @@ def ttft(
     policies: Annotated[
         str, typer.Option(help="Policies to measure, which choose the tokens to recompute, like composite,sink-link.")
     ] = "composite",
-    ratios: Annotated[
-        str, typer.Option(help="Shares of chunk tokens to recompute, separated by commas, like 0,0.05,0.15.")
-    ] = "0",
+    ratios: RatiosOption = "0",
     plot: bench_plots.PlotOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -204,9 +209,7 @@ def ttft(
 
     if tier not in ("device", "host"):
         raise ConfigError(f"--tier {tier}: choose device or host")
-    chosen, shares = [part.strip() for part in BETWEEN_POLICIES.split(policies)], numbers(ratios)
-    if not all(0 <= share <= 1 for share in shares):
-        raise ConfigError(f"--ratios {ratios}: must be between 0 and 1")
+    chosen, shares = [part.strip() for part in BETWEEN_POLICIES.split(policies)], shares_of(ratios)
     for policy in chosen:
         policy_served(policy, layers)
     bench_plots.check(plot)
@@ -216,6 +219,41 @@ def ttft(
     bench_plots.ttft(plot, result)
     print_table(
         f"vLLM {result['machine']['vllm']}: time to first token", rows[0], (row.values() for row in rows), json=json
+    )
+    if json:
+        print_json(result)
+
+
+@app.command("peers")
+def peers(
+    context: Annotated[
+        int, typer.Option(help="Total length of all documents, in tokens; each has 512.", min=512)
+    ] = 16384,
+    ratios: RatiosOption = "0,0.05,0.15",
+    lmcache_ratio: LmcacheOption = None,
+    repeats: Annotated[int, typer.Option(help="Number of measured prompts of each kind.", min=1)] = 5,
+    layers: LayersOption = 32,
+    heads: HeadsOption = 32,
+    eager: EagerOption = False,
+    json: JsonOption = False,
+) -> None:
+    """GPU: time to first token of plain vLLM, of kvmosaic with documents on the GPU and in host memory, and of
+    LMCache, in one run."""
+    from kvmosaic.bench import peers
+    from kvmosaic.bench.engine import Model
+    from kvmosaic.core.accelerator import accelerator_there
+
+    if accelerator_there() is None:
+        raise ConfigError("bench peers needs a GPU; without one, use `kvmosaic bench ttft --tier host`")
+    shares = shares_of(ratios)
+    with reporting("starting vLLM") as progress:
+        result = peers.run(context, Model(layers, heads, eager), shares, lmcache_ratio, repeats, progress)
+    rows = result["rows"]
+    print_table(
+        bench_traffic.title(result["machine"], f"first token, {context} tokens"),
+        rows[0],
+        (row.values() for row in rows),
+        json=json,
     )
     if json:
         print_json(result)

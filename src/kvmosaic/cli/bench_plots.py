@@ -38,14 +38,16 @@ def ttft(path: Path | None, result: dict[str, Any]) -> None:
 
 def throughput(path: Path | None, result: dict[str, Any]) -> None:
     """90th percentile of the time to the first token by rate, with bars from the median to the 99th."""
-    series = []
-    for engine, name in (("plain", "vLLM with prefix caching"), ("reuse", "with the chunk cache")):
-        points = []
-        for row in result["rows"]:
-            low, middle, high = (row[f"{engine}_ttft_p{share}_ms"] for share in (50, 90, 99))
-            label = f"{name}, {row['rate']:g} requests/s: p50 {low:.0f}, p90 {middle:.0f}, p99 {high:.0f} ms"
-            points.append(Point(row["rate"], middle, low, high, label))
-        series.append(Series(name, points))
+    from kvmosaic.bench.throughput import name_of
+
+    names = {"plain": "vLLM with prefix caching", "reuse": "with the chunk cache", "lmcache": "with LMCache"}
+    lines: dict[str, list[Point]] = {}
+    for row in result["rows"]:
+        name = name_of(row).replace(row["engine"], names[row["engine"]])
+        low, middle, high = (row[f"ttft_p{share}_ms"] for share in (50, 90, 99))
+        label = f"{name}, {row['rate']:g} requests/s: p50 {low:.0f}, p90 {middle:.0f}, p99 {high:.0f} ms"
+        lines.setdefault(name, []).append(Point(row["rate"], middle, low, high, label))
+    series = [Series(name, points) for name, points in lines.items()]
     y = Axis("p90 of the time to first token (ms)", [("objective", result["objective_ms"])])
     _write(path, "RAG traffic (bars: median to p99)", series, Axis("requests per second", crowded=True), y)
 

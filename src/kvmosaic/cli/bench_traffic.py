@@ -24,6 +24,18 @@ DocumentsOption = Annotated[int, typer.Option(help="Number of different document
 TokensOption = Annotated[int, typer.Option(help="Length of each document, in tokens.", min=1)]
 PerQueryOption = Annotated[int, typer.Option(help="Number of documents in each query.", min=1)]
 RatioOption = Annotated[float, typer.Option(help="Share of document tokens to recompute, 0 to 1.", min=0, max=1)]
+RatiosOption = Annotated[
+    str, typer.Option(help="Shares of document tokens to recompute, separated by commas, like 0,0.05,0.15.")
+]
+LmcacheOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Also measure LMCache's CacheBlend, with this share of document tokens recomputed. Needs LMCache 0.5.3 "
+        "and vLLM 0.26.0.",
+        min=0,
+        max=1,
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="Random seed for documents, questions and arrival times.")]
 
 
@@ -42,7 +54,8 @@ def throughput(
     new_per_query: Annotated[
         int, typer.Option(help="Number of documents in each query that no earlier query had.", min=0)
     ] = 0,
-    ratio: RatioOption = 0.0,
+    ratios: RatiosOption = "0",
+    lmcache_ratio: LmcacheOption = None,
     layers: LayersOption = 32,
     heads: HeadsOption = 32,
     eager: EagerOption = False,
@@ -53,9 +66,9 @@ def throughput(
     """vLLM: latency of RAG traffic at growing request rates, with the chunk cache and with prefix caching alone."""
     from kvmosaic.bench import throughput
     from kvmosaic.bench.engine import Model
-    from kvmosaic.bench.process import ENGINES
     from kvmosaic.bench.traffic import Corpus
 
+    shares = shares_of(ratios)
     try:
         offered = numbers(rates)
     except ConfigError:
@@ -66,21 +79,29 @@ def throughput(
     model, corpus = Model(layers, heads, eager), Corpus(documents, document_tokens, per_query, seed)
     with reporting("starting vLLM") as progress:
         result = throughput.run(
-            model, corpus, offered, seconds, outputs, objective_ms, ratio, new_per_query, progress
+            model,
+            corpus,
+            offered,
+            seconds,
+            outputs,
+            objective_ms,
+            shares,
+            new_per_query,
+            lmcache_ratio,
+            progress,
         )
     times = [f"{kind}_p{share}_ms" for kind in ("ttft", "itl") for share in (50, 90, 99)]
-    columns = (*times, "completed_per_s", "unfinished", "hit_share")
+    columns = ("requests", *times, "completed_per_s", "unfinished", "hit_share")
     print_table(
         title(result["machine"], "RAG traffic"),
         ("rate", "engine", *columns),
         (
-            (f"{row['rate']:g}", engine, *(row.get(f"{engine}_{column}", "") for column in columns))
+            (f"{row['rate']:g}", throughput.name_of(row), *(row.get(column, "") for column in columns))
             for row in result["rows"]
-            for engine in ENGINES
         ),
         json=json,
     )
-    best = (f"{engine} {result[f'{engine}_rate_at_objective'] or 0:g}" for engine in ENGINES)
+    best = (f"{name} {rate or 0:g}" for name, rate in result["rate_at_objective"].items())
     print_line(f"requests/s with a p90 TTFT within {objective_ms:g} ms: {', '.join(best)}", json=json)
     bench_plots.throughput(plot, result)
     if json:
@@ -171,6 +192,14 @@ def interference(
     print_line(f"p99, blend over prefill: {result['blend_over_prefill_p99']:.2f}", json=json)
     if json:
         print_json(result)
+
+
+def shares_of(ratios: str) -> list[float]:
+    """The shares in a text like 0,0.05,0.15."""
+    shares = numbers(ratios)
+    if not all(0 <= share <= 1 for share in shares):
+        raise ConfigError(f"--ratios {ratios}: must be between 0 and 1")
+    return shares
 
 
 def title(machine: dict[str, str], what: str) -> str:

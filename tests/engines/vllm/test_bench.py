@@ -19,7 +19,19 @@ MODEL = ("--layers", 2, "--heads", 2, "--eager")
 SMALL = ("--document-tokens", 32, "--documents", 9)
 QUERIES = (*SMALL, "--per-query", 3, "--plot", "plot.svg")
 COMMANDS = {
-    "throughput": (*QUERIES, "--new-per-query", 1, "--rates", "8,2", "--seconds", 1, "--outputs", 3),
+    "throughput": (
+        *QUERIES,
+        "--new-per-query",
+        1,
+        "--rates",
+        "8,2",
+        "--ratios",
+        "0,0.5",
+        "--seconds",
+        1,
+        "--outputs",
+        3,
+    ),
     "sustained": (*QUERIES, "--queries", 25, "--batch", 8, "--host-share", 0.5),
     "interference": (*SMALL, "--decoders", 3, "--turns", 2),
     "ttft": ("--context", 1024, "--tier", "host", "--ratios", "0,0.15", "--plot", "plot.svg"),
@@ -71,20 +83,21 @@ def test_throughput(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found, rows = complete("throughput", done.stdout, tmp_path)
-    assert [row["rate"] for row in rows] == [2, 8]
+    kinds = [(engine, ratio) for engine, ratio in (("plain", None), ("reuse", 0), ("reuse", 0.5)) for _ in range(2)]
+    assert [(row["engine"], row["ratio"]) for row in rows] == kinds
+    assert [row["rate"] for row in rows] == [2, 8] * 3
     for row in rows:
-        assert row["requests"] >= 1
-        for engine in ("plain", "reuse"):
-            for kind in ("ttft", "itl"):
-                low, middle, high = (row[f"{engine}_{kind}_p{share}_ms"] for share in (50, 90, 99))
-                assert 0 < low <= middle <= high
-            assert 0 < row[f"{engine}_completed_per_s"] <= row["requests"]
-            assert 0 <= row[f"{engine}_unfinished"] < row["requests"]
-        assert row["reuse_hit_share"] == pytest.approx(2 / 3)  # all but the new one were sent before
-        assert row["ttft_p50_speedup"] == pytest.approx(row["plain_ttft_p50_ms"] / row["reuse_ttft_p50_ms"])
-    for engine in ("plain", "reuse"):
-        met = [row["rate"] for row in rows if row[f"{engine}_ttft_p90_ms"] <= found["objective_ms"]]
-        assert found[f"{engine}_rate_at_objective"] == max(met, default=None)
+        assert row["requests"] == rows[row["rate"] == 8]["requests"] >= 1
+        for kind in ("ttft", "itl"):
+            low, middle, high = (row[f"{kind}_p{share}_ms"] for share in (50, 90, 99))
+            assert 0 < low <= middle <= high
+        assert 0 < row["completed_per_s"] <= row["requests"]
+        assert 0 <= row["unfinished"] < row["requests"]
+        if row["engine"] == "reuse":
+            assert row["hit_share"] == pytest.approx(2 / 3)  # all but the new one were sent before
+    for name, engine in (("plain", rows[:2]), ("reuse 0%", rows[2:4]), ("reuse 50%", rows[4:])):
+        met = [row["rate"] for row in engine if row["ttft_p90_ms"] <= found["objective_ms"]]
+        assert found["rate_at_objective"][name] == max(met, default=None)
 
 
 def test_sustained(in_one_process, tmp_path, monkeypatch):

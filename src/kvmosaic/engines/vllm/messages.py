@@ -67,6 +67,9 @@ class ChunkLoad:
     """Name and options of the policy that chooses the recomputed tokens."""
     start: int
     """First token to load: vLLM's own prefix cache has the tokens before it."""
+    end: int
+    """Position behind the last token to load: the question's start, or the prompt's last token. All tokens from the
+    question's start on are computed."""
     shared_until: int
     """Number of leading tokens in blocks that other requests may also use. All later blocks belong to this request
     alone."""

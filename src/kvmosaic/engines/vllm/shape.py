@@ -46,6 +46,9 @@ class EngineShape:
     """Whether chunks are filled after a learned sink, which is placed and not computed."""
     reads_images: bool = False
     """Whether workers can read images themselves, and not only vLLM."""
+    loads_questions: bool = False
+    """Whether a load that computes tokens also computes a short question, except its last token. vLLM then computes
+    one token of the request, as for requests that decode; whole steps of such tokens are CUDA graphs."""
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class EngineShape:
             is_quantised=holds_bytes(kv_cache_config),
             places_sink=places_sink,
             reads_images=reads_images,
+            loads_questions=not has_drafts,  # otherwise vLLM's graphs have several tokens of each request
         )
 
     def blocks_for(self, tokens: int) -> int:

@@ -129,6 +129,7 @@ def load_of(chunks):
         digests=(),
         ratio=0,
         start=0,
+        end=prompt.question.start,
         shared_until=0,
         is_reported=False,
         images=IMAGES,

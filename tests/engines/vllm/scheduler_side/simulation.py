@@ -322,7 +322,7 @@ class Workers:
 
     def _load(self, load: ChunkLoad, tables: dict[str, list[int]], slice_tokens: int) -> None:
         self.loads += 1
-        stream, blocks, question = self.streams[load.request_id], load.blocks[0], load.prompt.question.start
+        stream, blocks, end = self.streams[load.request_id], load.blocks[0], load.end
         assert load.start % BLOCK == 0
         assert load.start <= load.shared_until
         self._borrow(load.spare, tables)
@@ -332,10 +332,10 @@ class Workers:
                 self.put(digest, "host")
         start, is_computed = self._begin(load)
         self._read(f"load of {load.request_id}", stream.labels, blocks, start, is_whole=is_computed)
-        run = Run(range(start, question), start, load.blocks)
+        run = Run(range(start, end), start, load.blocks)
         self._loading[load.request_id] = load
         if not load.is_sliced:
-            self._write_load(load, start, question)
+            self._write_load(load, start, end)
             del self._loading[load.request_id]
             return
         self._compute(self.slices.begin(load.request_id, [run], None if load.writes_shared else slice_tokens))

@@ -51,7 +51,7 @@ def test_requests_with_the_same_prompt_in_one_step_are_loaded_once_and_share_blo
     engine = Simulation()
     store(engine, *DOCUMENTS)
     for name in "ab":
-        engine.add(chunked(name, documents=DOCUMENTS[:2]))
+        engine.add(chunked(name, documents=DOCUMENTS[:2], question=1))
     loads = engine.step().kv_connector_metadata.loads
     # The second finds the first one's blocks in vLLM's prefix cache before they are written.
     assert [(load.request_id, load.start) for load in loads] == [("a", 0), ("b", 80)]

@@ -295,3 +295,59 @@ def test_a_step_that_begins_a_request_in_slices_has_no_room_for_another():
     side.ask(request)
     side.give(request, 100)
     assert admitted(side, "b") is None
+
+
+QUESTIONS = {"shape": {"step_tokens": WIDE, "loads_questions": True}}
+
+
+@pytest.mark.parametrize(
+    ("question", "params", "end"),
+    [
+        (10, HALF, 109),
+        (256, HALF, 355),
+        (257, HALF, 100),  # a long question is vLLM's, whose steps have a limit of their own
+        (1, HALF, 100),
+        (10, {"recompute_ratio": 0.0}, 109),  # the system prompt is computed
+    ],
+)
+def test_a_short_question_is_computed_with_the_load(question, params, end):
+    """Except its last token, so that vLLM's step has one token of each request."""
+    side = stored(shape={"step_tokens": 1024, "loads_questions": True})
+    request = side.add(make_request("request", text(90, 20), FIRST, SECOND, text(91, question), **params))
+    external, is_sliced = side.ask(request)
+    assert external == end
+    assert not is_sliced
+    side.give(request, external, more=100 + question - end)
+    [load] = side.step().loads
+    assert (load.start, load.end) == (0, end)
+
+
+@pytest.mark.parametrize("local", [16, 96])
+def test_a_load_that_computes_nothing_leaves_the_question_to_vllm(local):
+    """The last tokens of a system prompt, behind its last whole block, may be stored."""
+    side = stored(**QUESTIONS)
+    request = side.add(ask_about(FIRST, SECOND, recompute_ratio=0.0))
+    assert side.matched(request, local) == 100 - local
+
+
+def test_behind_the_question_begins_nothing_is_loaded():
+    side = stored(**QUESTIONS)
+    request = side.add(make_request("request", text(90, 20), FIRST, SECOND, text(91, 50), **HALF))
+    assert side.matched(request, 112) == 0
+    side.give(request, 0, local=112, more=38)
+    assert not side.step().loads
+
+
+def test_a_question_takes_room_in_a_step():
+    for loads_questions, count in ((False, 3), (True, 2)):
+        side = stored(shape={"step_tokens": WIDE, "loads_questions": loads_questions})
+        assert [admitted(side, name) is None for name in "abcd"] == [False] * count + [True] * (4 - count)
+
+
+def test_a_preempted_request_is_loaded_to_the_same_token_again():
+    side = stored(**QUESTIONS)
+    request = side.add(ask_about(FIRST, SECOND, **HALF))
+    external, _ = side.begin(request)
+    side.step()
+    request.num_preemptions += 1
+    assert side.matched(request) == external == 109

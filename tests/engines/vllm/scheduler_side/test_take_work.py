@@ -95,6 +95,7 @@ def test_a_load_says_all_the_worker_needs():
         ratio=0.25,
         policy="random",
         start=16,
+        end=100,
         shared_until=16,
         blocks=(tuple(blocks),),
         spare=(),

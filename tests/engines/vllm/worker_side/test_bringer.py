@@ -69,6 +69,7 @@ def test_documents_of_one_hash_never_share_kv(store, fill, is_stored_first):
         ratio=0,
         policy="none",
         start=0,
+        end=14,
         shared_until=0,
         blocks=((0,),),
         spare=(),

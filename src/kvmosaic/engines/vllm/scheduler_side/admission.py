@@ -30,6 +30,8 @@ LEAST_SLICE_SHARE = 0.15
 """Minimum share of a step's tokens that it computes for a request in slices, whatever else the step does."""
 MAX_PASS_SHARE = 0.25
 """Maximum share of a step's tokens that one more pass counts as: the measured line of costs is rough."""
+MAX_QUESTION_TOKENS = 256
+"""Maximum length of a question that is computed with a load."""
 LONGEST_STEP = 1.25
 """Maximum planned time of a step with background fills, in full prefill steps. Predictions can be wrong, and no
 request should wait for two full steps."""
@@ -90,6 +92,18 @@ class Admission:
         context = self._shape.computed_context(len(request.context)) if filled else 0
         return text + context + missing + int(request.ratio * (stored + filled))
 
+    def load_end(self, request: ChunkRequest, local: int) -> int:
+        """Position up to which a request is loaded: its question's start, or its last token."""
+        question = request.prompt.question
+        is_left = (
+            not self._shape.loads_questions
+            or len(question) > MAX_QUESTION_TOKENS
+            or request.images is not None  # the question may have images, which vLLM reads
+            # Fewer than a block may be the end of a system prompt, which may be stored.
+            or self.tokens_to_compute(request, local) < self._shape.block_size
+        )
+        return question.start if is_left else question.end - 1
+
     def fills(self, request: ChunkRequest, local: int) -> bool:
         """Whether loading a request behind its first ``local`` tokens fills its missing chunks first, in one step.
         Otherwise it computes them as text, which can be done in slices."""
@@ -126,7 +140,8 @@ class Admission:
         text, missing, stored = self._shares(request, local)
         filled = missing if self._fills(request, missing) else 0
         first = filled + (self._shape.computed_context(len(request.context)) if filled else 0)
-        rest = text + missing - filled + int(request.ratio * (stored + filled))
+        question = request.load_end - request.prompt.question.start
+        rest = text + missing - filled + int(request.ratio * (stored + filled)) + question
         if request.is_probed:  # text is computed twice: before the choice, and behind the chosen tokens
             first += self._tokens_to_choose(request, local) - filled
             policy = policy_named(request.policy)

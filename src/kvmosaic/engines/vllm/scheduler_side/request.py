@@ -57,6 +57,8 @@ class ChunkRequest:
     """Predicted seconds for loading its chunks; ``None`` before a prediction, or without measured costs."""
     is_worth_it: bool = False
     """Whether reuse was predicted to be faster than a plain prefill."""
+    load_end: int = field(init=False)
+    """Position up to which its load goes: the question's start, or the prompt's last token."""
     needed: tuple[int, int] | None = None
     """Number of tokens in vLLM's prefix cache when room for it was last checked, and the approximate cost of its
     load, in tokens."""
@@ -86,6 +88,9 @@ class ChunkRequest:
     """Time when it began to wait for room, or for chunks that are filled, in seconds."""
     _fetching_since: float | None = None
     """Time when it began to wait for slower tiers, or for ranks to list their entries, in seconds."""
+
+    def __post_init__(self) -> None:
+        self.load_end = self.prompt.question.start
 
     @property
     def is_probed(self) -> bool:
@@ -194,6 +199,7 @@ class ChunkRequest:
             ratio=self.ratio,
             policy=self.policy,
             start=local,
+            end=self.load_end,
             shared_until=local,
             blocks=blocks,
             spare=spare,

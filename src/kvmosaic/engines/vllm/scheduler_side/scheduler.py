@@ -125,8 +125,8 @@ class ChunkScheduler:
             logger.exception("request %s cannot be planned", shown_id(request.request_id))
             self.stats.failed("schedule")
         if ours is not None and ours.begins_inside(local):  # then the rest has to be loaded as it was before
-            ours.is_long = False
-            return max(0, ours.prompt.question.start - local), False
+            ours.is_long, ours.load_end = False, max(local, ours.prompt.question.start)
+            return ours.load_end - local, False
         self.give_up(request)
         return 0, False
 
@@ -166,7 +166,7 @@ class ChunkScheduler:
             assert not num_external
             ours.is_in_slices = False
             return  # all slices are done, and these blocks are for the question
-        local = ours.prompt.question.start - num_external
+        local = ours.load_end - num_external
         assert self._lender is not None
         fills = False
         if num_external:  # first of all: from here on, vLLM relies on the load

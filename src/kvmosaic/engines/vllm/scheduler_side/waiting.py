@@ -46,8 +46,8 @@ class WaitingRoom:
         off_reason = self._mirror.off_reason
         if off_reason is not None and not request.begins_inside(local):
             return off_reason
-        external = max(0, request.prompt.question.start - local)
-        if external == 0:
+        request.load_end = max(local, request.prompt.question.start)
+        if request.load_end == local:
             return 0
         if not request.has_fetched and self._mirror.is_complete and not self._fetch(request, local, work):
             return self._admission.why_not(request, local)
@@ -60,6 +60,7 @@ class WaitingRoom:
                 return None
             # It may still have to wait for a step with room, and for blocks.
             if not self._admission.still_lacks_room(request, local):
+                request.load_end = self._admission.load_end(request, local)
                 self._limit_choice(request, local)
                 if not request.begins_inside(local) and self._is_too_long(request, local):
                     if self._config.miss_policy == "fill-first" and request.adapter is not None:
@@ -68,7 +69,7 @@ class WaitingRoom:
                 if self._admission.has_room(request, local):
                     slow = self._slow(request, local)
                     if not slow:
-                        return external
+                        return request.load_end - local
                     self._begin_fetch(request, slow, work)
                     return None
             has_to_wait = request.has_patience(PATIENCE_SECONDS) or request.begins_inside(local)
@@ -77,7 +78,7 @@ class WaitingRoom:
         if request.has_patience_with_fetch(patience):
             return None
         if request.begins_inside(local):
-            return external
+            return request.load_end - local
         name = shown_id(request.request_id)
         logger.warning("request %s waited %.1f s for its chunks; it is prefilled", name, patience)
         return Fallback.SLOW_TIER

@@ -72,7 +72,7 @@ class ChunkLoader:
         """The tokens that were recomputed since the last report, by request that is reported."""
 
     def load(self, loads: Sequence[ChunkLoad], slice_tokens: int) -> None:
-        """Load positions from ``load.start`` up to the question of each request into its blocks. Also compute the
+        """Load the positions ``load.start .. load.end-1`` of each request into its blocks. Also compute the
         next ``slice_tokens`` of each request that earlier steps left unfinished, before these. If loading a request
         fails on any rank, it is prefilled as plain vLLM would."""
         if not loads and not self.slices:
@@ -129,7 +129,7 @@ class ChunkLoader:
             changed = blend.probe.first_changed(chosen.positions)
             again = fresh & ~_in_chunks(load) if blend.probe.keeps_fresh else fresh
             wanted[changed:] |= again[changed:]
-        due = _Due(self._runs(load, wanted), load, mine.system_remainder)
+        due = _Due(self._runs(load, _with_question(load, wanted)), load, mine.system_remainder)
         return [*before, self._first_slice(due, slice_tokens)]
 
     def _narrow(
@@ -157,7 +157,7 @@ class ChunkLoader:
         return self._first_slice(self._all_of(load), slice_tokens)
 
     def _all_of(self, load: ChunkLoad) -> _Due:
-        return _Due(self._runs(load, self._fresh(load, [])), load)
+        return _Due(self._runs(load, _with_question(load, self._fresh(load, []))), load)
 
     def _count(self, load: ChunkLoad, brought: Brought, fresh: np.ndarray, recomputed: int) -> None:
         moved = sum(at + len(entry.tokens) - max(at, load.start) for entry, at in brought.moves)
@@ -260,6 +260,11 @@ class ChunkLoader:
     def _runs(self, load: ChunkLoad, wanted: np.ndarray) -> list[Run]:
         images = self._images.of(load)
         return runs_of(wanted, load.prompt.token_ids, load.blocks, adapter_id(load.adapter), images)
+
+
+def _with_question(load: ChunkLoad, wanted: np.ndarray) -> np.ndarray:
+    """The ``wanted`` tokens before the question, and the part of the question that is loaded, ``[load.end]`` bool."""
+    return np.concatenate([wanted, np.ones(load.end - len(wanted), dtype=bool)])
 
 
 def _in_chunks(load: ChunkLoad) -> np.ndarray:
