@@ -145,8 +145,8 @@ class Admission:
         if request.is_probed:  # text is computed twice: before the choice, and behind the chosen tokens
             first += self._tokens_to_choose(request, local) - filled
             policy = policy_named(request.policy)
-            if policy.narrows:  # the pass that chooses also computes the rest
-                rest = 0
+            if policy.narrows:  # the pass that chooses also computes everything before the question
+                rest = question
             elif not policy.chunk_layers:  # missing chunks are computed once, before the choice
                 rest -= missing - filled
         # The pass that computes the rest counts once for all loads of a step.

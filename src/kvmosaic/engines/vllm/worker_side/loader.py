@@ -119,9 +119,9 @@ class ChunkLoader:
             self._count(load, brought, fresh, int(wanted.sum()))
             if load.is_reported and load.ratio:
                 self.recomputed[load.request_id] = Recomputed(joined(np.flatnonzero(wanted)), chosen.probed)
-        if chosen.checks:  # everything is computed
-            return [*before, self._first_slice(_Due([], load), slice_tokens)]
-        if mine.runs:
+        if chosen.checks:
+            wanted[:] = False  # everything before the question is computed
+        elif mine.runs:
             wanted |= fresh
         else:
             # Text behind a changed token was computed before the choice. It is computed again, to see the changed
