@@ -141,10 +141,15 @@ class Policy(ABC):
         """Whether the set of chosen tokens shrinks from layer to layer."""
         return False
 
+    def asks_at(self, assembled: AssembledPrompt, ratio: float) -> Sequence[int]:
+        """Layers at which :meth:`select` will ask for ``question_attention``, at ``0 < ratio < 1``; empty if it will
+        not. An engine may compute the questions of several requests in one pass before it calls ``select``."""
+        return ()
+
     def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
         """Whether :meth:`select` will probe the prompt, at ``0 < ratio < 1``. Everything before the question has to
         be computed before that."""
-        return False
+        return bool(self.asks_at(assembled, ratio))
 
     @abstractmethod
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:

@@ -1,6 +1,7 @@
 """The default: the first tokens of every chunk, then tokens that the question attends to, preferably near those."""
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -36,14 +37,16 @@ class Composite(Policy):
     def check(self, num_layers: int) -> None:
         check_layers(self.name, self.layers, num_layers)
 
-    def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
+    def asks_at(self, assembled: AssembledPrompt, ratio: float) -> Sequence[int]:
         probed = middle_layers(assembled, self.layers)
         # With a long question about short chunks, the probe would cost more tokens than it is worth.
-        return bool(probed and assembled.asked) and assembled.probe_share(probed[-1], ratio) <= self.asking
+        is_worth_it = probed and assembled.asked and assembled.probe_share(probed[-1], ratio) <= self.asking
+        return probed if is_worth_it else ()
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
-        if self.probes(assembled, ratio):
-            scores = assembled.question_attention(middle_layers(assembled, self.layers)).cpu()
+        layers = self.asks_at(assembled, ratio)
+        if layers:
+            scores = assembled.question_attention(layers).cpu()
             chosen = self._mosaic(scores, assembled, assembled.affordable(ratio))
         else:
             chosen = first_tokens(assembled, assembled.affordable(ratio))

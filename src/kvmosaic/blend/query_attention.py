@@ -1,5 +1,6 @@
 """The tokens that the question attends to."""
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -28,14 +29,15 @@ class QueryAttention(Policy):
     def check(self, num_layers: int) -> None:
         check_layers(self.name, self.layers, num_layers)
 
-    def probes(self, assembled: AssembledPrompt, ratio: float) -> bool:
+    def asks_at(self, assembled: AssembledPrompt, ratio: float) -> Sequence[int]:
         probed = middle_layers(assembled, self.layers)
-        return bool(probed and assembled.asked) and assembled.probe_share(probed[-1], ratio) < 1
+        return probed if probed and assembled.asked and assembled.probe_share(probed[-1], ratio) < 1 else ()
 
     def select(self, assembled: AssembledPrompt, ratio: float) -> Selection:
-        if not self.probes(assembled, ratio):
+        layers = self.asks_at(assembled, ratio)
+        if not layers:
             return Selection()  # the probe is impossible or would cost the whole budget
-        scores = assembled.question_attention(middle_layers(assembled, self.layers))
+        scores = assembled.question_attention(layers)
         chosen = best_spans(scores, assembled, assembled.affordable(ratio), self.span)
         return Selection(tuple(assembled.positions()[chosen].tolist()))
 

@@ -356,6 +356,13 @@ def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_side().timer, "_observe", lambda stage, tokens, seconds: None)
 
 
+def forget_costs(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """Forget all learnt costs, and prevent more from being learnt: those of a busy machine may leave a step room for
+    one request only."""
+    measure_nothing(monkeypatch)
+    monkeypatch.setattr(scheduler_side(llm)._admission, "_costs", {})
+
+
 def learn_nothing(worker: Any) -> None:
     """Prevent costs from being learnt on a rank, permanently."""
     worker_side().timer._observe = lambda stage, tokens, seconds: None

@@ -15,12 +15,14 @@ from tests.engines.vllm.helpers import (
     answer_each,
     block_pool,
     chosen_last,
+    forget_costs,
     limit_runs,
     note_loads,
     plain,
     prompt,
     same,
     start,
+    worker_side,
 )
 
 pytestmark = pytest.mark.engine
@@ -180,6 +182,7 @@ def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
     """Requests beyond the bound wait for the next steps, and their answers are the same."""
     texts = [prompt(f"Bound {random.random()}.", random.sample(DOCUMENTS, 3)) for _ in range(5)]
     expected = [answer(llm, [text], recompute_ratio=0.5)[0] for text in texts]
+    forget_costs(monkeypatch, llm)
     loads = note_loads(monkeypatch)
     with monkeypatch.context() as patch:
         add_cost(patch, llm, 10**6)
@@ -191,6 +194,41 @@ def test_a_step_blends_a_bounded_number_of_tokens(llm, monkeypatch):
     llm.reset_prefix_cache()
     answer(llm, texts, recompute_ratio=0.5)
     assert max(loads) > 1  # several requests are blended in one pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_questions_of_several_requests_are_probed_in_one_pass(llm, monkeypatch, fails):
+    """Choices and answers are those of requests that come alone, also if the common pass fails."""
+    texts = [
+        prompt(f"Together {random.random()}.", random.sample(DOCUMENTS, count), question)
+        for count, question in (
+            (3, "What about the first one?"),
+            (2, "Why?"),
+            (4, "What is said about rivers there?"),
+        )
+    ]
+    forget_costs(monkeypatch, llm)
+    blender, forward = worker_side().blender, worker_side().forward
+    alone = []
+    for text in texts:
+        [given] = answer(llm, [text], recompute_ratio=0.3, policy=ASKING)
+        alone.append((given, chosen_last()))
+    probe, passes = forward.probe, []
+
+    def noted(runs, layers, observe):
+        passes.append(len(runs))
+        if fails and len(runs) > 1:
+            raise RuntimeError("the common pass fails")
+        return probe(runs, layers, observe)
+
+    monkeypatch.setattr(forward, "probe", noted)
+    blender.clear()
+    llm.reset_prefix_cache()
+    together = answer(llm, texts, recompute_ratio=0.3, policy=ASKING)
+    assert passes == ([3, 1, 1, 1] if fails else [3])
+    for ours, (theirs, _) in zip(together, alone, strict=True):
+        same(ours, theirs)
+    assert [tuple(choice.positions.tolist()) for choice in blender._choices.values()] == [each for _, each in alone]
 
 
 @pytest.mark.parametrize(

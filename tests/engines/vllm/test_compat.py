@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -14,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from kvmosaic.engines.vllm.compat.cache import (
     keeping_all_tokens,
@@ -21,6 +23,7 @@ from kvmosaic.engines.vllm.compat.cache import (
     unsupported_cache,
     unsupported_latent,
 )
+from kvmosaic.engines.vllm.compat.graphs import add_larger_graphs, graph_size
 from kvmosaic.engines.vllm.compat.layers import _Announced
 
 SIZES = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -91,3 +94,45 @@ def test_layers_of_the_model_that_differ_are_refused_with_any_draft_model():
 def test_a_draft_model_in_a_group_of_its_own_is_refused_by_its_name():
     [line] = unsupported_cache(*with_layers(DRAFT, m0=WHOLE, m2=WINDOWED))
     assert "owner/draft" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "free", "added"),
+    [
+        ({}, 2**40, [1152, 1024, 896, 768, 640]),
+        ({"max_num_tokens": 512}, 2**40, []),
+        ({"lora_config": object()}, 2**40, []),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, 2**40, []),
+        ({}, 2**20, []),
+    ],
+)
+def test_vllm_captures_larger_graphs_too_where_they_can_be_used(changes, free, added, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    own = [
+        BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None) for size in (512, 256, 1)
+    ]
+    manager = SimpleNamespace(
+        _capture_descs={CUDAGraphMode.PIECEWISE: own},
+        _graphs_captured=False,
+        compilation_config=SimpleNamespace(splitting_ops=["vllm::unified_kv_cache_update"]),
+        device="cuda",
+    )
+    runner = SimpleNamespace(
+        cudagraph_manager=manager,
+        lora_config=None,
+        max_num_tokens=1200,
+        model_config=SimpleNamespace(use_mla=False),
+        model_state=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+    )
+    vars(runner).update(changes)
+    add_larger_graphs(runner)
+    assert [graph.num_tokens for graph in manager._capture_descs[CUDAGraphMode.PIECEWISE]] == [*added, 512, 256, 1]
+    assert graph_size(runner, 600) is None  # nothing is captured yet
+    manager._graphs_captured = True
+    assert graph_size(runner, 600) == (640 if added else None)
+
+
+def test_a_runner_without_graphs_gets_none():
+    add_larger_graphs(SimpleNamespace())
+    add_larger_graphs(SimpleNamespace(cudagraph_manager=None))

@@ -1,4 +1,4 @@
-"""Small passes go through vLLM's CUDA graphs, with the same results as without graphs."""
+"""Passes go through vLLM's CUDA graphs, with the same results as without graphs."""
 
 import random
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kvmosaic.engines.vllm.compat.graphs import LARGER_SIZES
 from kvmosaic.engines.vllm.forward import sparse
 from tests.engines.vllm.helpers import SMALL, draw, greedy, join, same, start
 
@@ -32,8 +33,9 @@ def ask(llm, ids, **params):
     return llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)[0]
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.4])
-def test_small_passes_go_through_graphs(llm, ratio, monkeypatch):
+@pytest.mark.parametrize(("length", "ratio"), [(90, 0.0), (90, 0.1), (90, 0.4), (400, 0.5)])
+def test_passes_go_through_graphs(llm, length, ratio, monkeypatch):
+    """By default, vLLM itself has none of 800 tokens."""
     sizes = []
     graph_size, graph_inputs = sparse.graph_size, sparse.graph_inputs
 
@@ -46,7 +48,7 @@ def test_small_passes_go_through_graphs(llm, ratio, monkeypatch):
         with graph_inputs(runner, tokens + 1, positions, count) as inputs:
             yield inputs
 
-    documents = [draw(90) for _ in range(4)]
+    documents = [draw(length) for _ in range(4)]
     for _ in range(3):
         ids, boundaries = join([draw(SYSTEM_TOKENS), *random.sample(documents, 4), draw(9)])
         params = {"boundaries": boundaries, "recompute_ratio": ratio, "policy": "composite"}
@@ -60,3 +62,4 @@ def test_small_passes_go_through_graphs(llm, ratio, monkeypatch):
                 same(ask(llm, ids, **params), plain)
     assert sizes
     assert None not in sizes
+    assert any(size in LARGER_SIZES for size in sizes) is (length == 400)

@@ -16,6 +16,7 @@ from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.compat.cache import keeping_all_tokens
+from kvmosaic.engines.vllm.compat.graphs import add_larger_graphs
 from kvmosaic.engines.vllm.compat.running import make_stage_inputs
 from kvmosaic.engines.vllm.compat.weights import CHANGING, watch_calls
 
@@ -70,6 +71,10 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return keeping_all_tokens(super().get_kv_cache_spec())
+
+    def compile_or_warm_up_model(self) -> Any:
+        add_larger_graphs(self.model_runner)
+        return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step. With pipeline stages, the connector's work comes before all else: vLLM's worker waits for

@@ -34,6 +34,11 @@ class RequestBlocks(ABC):
     """Format of this engine's exact entries. Sizes are taken from it, never from an entry."""
 
     @property
+    def block_size(self) -> int:
+        """Number of tokens of a block in the first KV cache group."""
+        return self._forward.kv.block_sizes[0]
+
+    @property
     def tails(self) -> WindowTails:
         """Tokens that entries keep in layers with a sliding window."""
         return self.format.tails

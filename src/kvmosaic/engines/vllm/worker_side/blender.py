@@ -14,7 +14,7 @@ from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.images import LoadImages
-from kvmosaic.engines.vllm.worker_side.probe import VllmProbe
+from kvmosaic.engines.vllm.worker_side.probe import VllmProbe, probe_questions
 
 REMEMBERED = 1024
 """Maximum number of prompts whose choice is remembered."""
@@ -92,9 +92,31 @@ class Blender:
         )
         return None if needs_context is None else Blend(load, probe, None, needs_context)
 
-    def choose(self, blend: Blend) -> Choice | None:
-        """The tokens to recompute, from the load's start on. ``None`` if choosing failed on some rank; the KV of
-        chunks is then undefined."""
+    def choose(self, blends: Sequence[Blend]) -> list[Choice | None]:
+        """The tokens to recompute of each blend, from its load's start on. ``None`` if choosing failed on some rank;
+        the KV of chunks is then undefined."""
+        asking = [blend for blend in blends if _is_looked_at(blend)]
+        if not asking:
+            return [self._choose(blend) for blend in blends]
+        # The time of a choice that does not look at the prompt says nothing about those that do.
+        with self._timer.stage("probe", sum(load.prompt.question.start - load.start for load, *_ in asking)):
+            self._ask_together(asking)
+            return [self._choose(blend) for blend in blends]
+
+    def _ask_together(self, blends: Sequence[Blend]) -> None:
+        """Compute what policies will ask about several prompts in one pass. If that fails, each asks alone."""
+        asked: dict[tuple[int, ...], list[VllmProbe]] = {}
+        for load, probe, *_ in blends:
+            layers = tuple(policy_named(load.policy).asks_at(probe, load.ratio))
+            if layers:
+                asked.setdefault(layers, []).append(probe)
+        for layers, probes in asked.items():
+            if len(probes) > 1:
+                weights = self._ranks.together(lambda: probe_questions(probes, layers), "probing questions")  # noqa: B023
+                for probe, each in zip(probes, weights or (), strict=weights is not None):
+                    probe.know(layers, each)
+
+    def _choose(self, blend: Blend) -> Choice | None:
         load, probe, choice, _ = blend
         if not probe.chunk_tokens or load.ratio == 0:
             return Choice(np.empty(0, dtype=np.int64))
@@ -128,10 +150,13 @@ class Blender:
             self._remembered += sum(map(len, kept))
 
     def _ask(self, load: ChunkLoad, probe: VllmProbe) -> Choice:
-        policy = policy_named(load.policy)
-        # The time of a choice that does not look at the prompt says nothing about those that do.
-        looks = policy.reads_content and load.may_probe
-        with self._timer.stage("probe", load.prompt.question.start - load.start if looks else 0):
-            chosen = choose(policy, probe, load.ratio)
+        chosen = choose(policy_named(load.policy), probe, load.ratio)
         positions = np.array(chosen.positions, dtype=np.int32)
         return Choice(positions, probe.computed_layer, probe.was_probed, chosen.checks)
+
+
+def _is_looked_at(blend: Blend) -> bool:
+    """Whether a policy is asked that may look at the prompt."""
+    load, probe, known, _ = blend
+    is_asked = known is None and bool(probe.chunk_tokens) and 0 < load.ratio < 1
+    return is_asked and load.may_probe and policy_named(load.policy).reads_content

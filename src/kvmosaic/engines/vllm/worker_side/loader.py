@@ -39,6 +39,18 @@ class _Due:
     """The end of the system prompt, to be stored once it is computed. It is in the first run."""
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """A request whose stored entries are in its blocks."""
+
+    brought: Brought
+    fresh: np.ndarray
+    """The tokens before the question that no entry provides, ``[tokens]`` bool."""
+    blend: Blend
+    context: _Due
+    """These tokens, as runs."""
+
+
 class ChunkLoader:
     """Loads the KV of requests, up to their questions, into their blocks."""
 
@@ -80,57 +92,85 @@ class ChunkLoader:
         with self._timer.stage("load"):
             sliced = self.slices.loads
             due = [_Due(runs, load) for runs, load in zip(self.slices.go_on(slice_tokens), sliced, strict=True)]
+            group: list[ChunkLoad] = []
+            written = {block for load in sliced for block in self._blocks_of(load)[1]}
             for load in loads:
-                due = self._assemble(load, due, slice_tokens)
+                read, mine = self._blocks_of(load)
+                # vLLM's prefix cache may give a request blocks that an earlier one of the step is to compute.
+                if not written.isdisjoint(read):
+                    self._compute([*due, *self._assemble(group, slice_tokens)])
+                    due, group, written = [], [], set()
+                group.append(load)
+                written.update(mine)
+            due += self._assemble(group, slice_tokens)
             self._images.forget()
             self._compute(due)
 
-    def _assemble(self, load: ChunkLoad, before: list[_Due], slice_tokens: int) -> list[_Due]:
-        """Place the stored entries of a request. Returns the tokens that are still to be computed, of this request
-        and of those ``before`` it in the step."""
+    def _blocks_of(self, load: ChunkLoad) -> tuple[Sequence[int], Sequence[int]]:
+        """The blocks that a load only reads, and those that it writes."""
+        blocks, first = load.blocks[0], load.start // self._paged.block_size
+        return blocks[:first], blocks[first:]
+
+    def _assemble(self, loads: Sequence[ChunkLoad], slice_tokens: int) -> list[_Due]:
+        """Place the stored entries of requests, of which none reads blocks that another one writes, and choose
+        tokens. Returns those that this step is to compute."""
+        with ExitStack() as pins:
+            placed = [self._place(load, pins) for load in loads]
+            ready = [each for each in placed if isinstance(each, _Placed)]
+            self._compute([each.context for each in ready if each.blend.needs_context])
+            choices = iter(self._blender.choose([each.blend for each in ready]))
+            due = [
+                self._rest(each, next(choices)) if isinstance(each, _Placed) else self._whole(load, each)
+                for load, each in zip(loads, placed, strict=True)
+            ]
+        return [self._first_slice(each, slice_tokens) for each in due]
+
+    def _place(self, load: ChunkLoad, pins: ExitStack) -> _Placed | Fallback:
+        """Place the stored entries of a request, or say why it is prefilled."""
         if not self._adapters.can_use(load.adapter):
             # Other weights were loaded since the request was planned. Its chunks are those of the old ones.
-            return [*before, self._whole(load, Fallback.LORA, slice_tokens)]
+            return Fallback.LORA
         if not self._narrower.can_serve(load):
-            return [*before, self._whole(load, Fallback.SHRINKING_SET, slice_tokens)]
-        with ExitStack() as pins:
-            brought = self._bringer.bring(load, pins)
-            if brought is None:
-                return [*before, self._whole(load, Fallback.LOAD_ERROR, slice_tokens)]
-            fresh = self._fresh(load, brought.spans)
-            mine = _Due(self._runs(load, fresh), load, brought.system_remainder)
-            blend = self._blender.prepare(load, brought.moves)
-            if blend is not None and blend.needs_context:
-                # Also for earlier requests: vLLM's prefix cache may have given this one blocks that they are to
-                # compute.
-                self._compute([*before, mine])
-                before, mine = [], _Due([], load)
-            chosen = None if blend is None else self._blender.choose(blend)
-            if blend is None or chosen is None:
-                self._stats.failed("choose")
-                return [*before, self._whole(load, Fallback.ERROR, slice_tokens)]
-            wanted = np.zeros_like(fresh)
-            wanted[chosen.positions] = True
-            wanted &= ~fresh
-            if chosen.checks:
-                reason = self._narrow(load, blend, chosen, wanted, fresh)
-                if reason is not None:
-                    return [*before, self._whole(load, reason, slice_tokens)]
-            self._count(load, brought, fresh, int(wanted.sum()))
-            if load.is_reported and load.ratio:
-                self.recomputed[load.request_id] = Recomputed(joined(np.flatnonzero(wanted)), chosen.probed)
+            return Fallback.SHRINKING_SET
+        brought = self._bringer.bring(load, pins)
+        if brought is None:
+            return Fallback.LOAD_ERROR
+        fresh = self._fresh(load, brought.spans)
+        blend = self._blender.prepare(load, brought.moves)
+        if blend is None:
+            self._stats.failed("choose")
+            return Fallback.ERROR
+        return _Placed(brought, fresh, blend, _Due(self._runs(load, fresh), load, brought.system_remainder))
+
+    def _rest(self, placed: _Placed, chosen: Choice | None) -> _Due:
+        """The tokens of a request that are still to be computed. ``chosen`` is ``None`` if choosing failed."""
+        load, fresh, blend = placed.blend.load, placed.fresh, placed.blend
+        if chosen is None:
+            self._stats.failed("choose")
+            return self._whole(load, Fallback.ERROR)
+        wanted = np.zeros_like(fresh)
+        wanted[chosen.positions] = True
+        wanted &= ~fresh
+        if chosen.checks:
+            reason = self._narrow(load, blend, chosen, wanted, fresh)
+            if reason is not None:
+                return self._whole(load, reason)
+        self._count(load, placed.brought, fresh, int(wanted.sum()))
+        if load.is_reported and load.ratio:
+            self.recomputed[load.request_id] = Recomputed(joined(np.flatnonzero(wanted)), chosen.probed)
+        remainder = None
         if chosen.checks:
             wanted[:] = False  # everything before the question is computed
-        elif mine.runs:
+        elif not blend.needs_context:
             wanted |= fresh
+            remainder = placed.context.system_remainder
         else:
             # Text behind a changed token was computed before the choice. It is computed again, to see the changed
             # token. Missing chunks are not: they have seen all that is before them, and are long.
             changed = blend.probe.first_changed(chosen.positions)
             again = fresh & ~_in_chunks(load) if blend.probe.keeps_fresh else fresh
             wanted[changed:] |= again[changed:]
-        due = _Due(self._runs(load, _with_question(load, wanted)), load, mine.system_remainder)
-        return [*before, self._first_slice(due, slice_tokens)]
+        return _Due(self._runs(load, _with_question(load, wanted)), load, remainder)
 
     def _narrow(
         self, load: ChunkLoad, blend: Blend, chosen: Choice, wanted: np.ndarray, fresh: np.ndarray
@@ -149,12 +189,12 @@ class ChunkLoader:
         self._blender.note_kept(load, chosen, kept)
         return None
 
-    def _whole(self, load: ChunkLoad, reason: Fallback, slice_tokens: int) -> _Due:
+    def _whole(self, load: ChunkLoad, reason: Fallback) -> _Due:
         """All tokens of a request, to be computed as plain vLLM would; its blocks are overwritten. This is not left
         to vLLM (``get_block_ids_with_load_errors``), because the V2 runner of 0.26 would continue with the bad
         blocks."""
         self._stats.count_alike("fallbacks", reason)
-        return self._first_slice(self._all_of(load), slice_tokens)
+        return self._all_of(load)
 
     def _all_of(self, load: ChunkLoad) -> _Due:
         return _Due(self._runs(load, _with_question(load, self._fresh(load, []))), load)

@@ -1,6 +1,6 @@
 """A policy's view of a request in vLLM."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ class VllmProbe(AssembledPrompt):
         self._blocks = [(*row, *load.spare) for row in load.blocks]
         """Block ids, per KV cache group. They also cover the part of the question that is probed; blocks below
         ``start`` are not written to."""
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        """Attention of the question that was computed before a policy asked for it, by layers."""
         self._start = load.start
         self._adapter_id = adapter_id(load.adapter)
         self._images = images
@@ -57,22 +59,27 @@ class VllmProbe(AssembledPrompt):
         self.asked = Span(self.asked.start, max(self.asked.start, min(self.asked.end, room, text)))
 
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
-        assert self.asked
-        modules = self._forward.kv.layers
-        queries: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-
-        def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            queries[index].append(q.clone())  # the next layers may reuse its memory
-
-        self._forward.probe([self._run(self.asked.start, self.asked.end)], layers, observe)
+        weights = self._known.get(tuple(layers))
+        if weights is None:
+            [weights] = probe_questions([self], layers)
         self.charged += len(self.asked) * (layers[-1] + 1)
+        return weights
+
+    def know(self, layers: Sequence[int], weights: torch.Tensor) -> None:
+        """Take the result of :func:`probe_questions`, for which a policy will ask."""
+        self._known[tuple(layers)] = weights
+
+    def _attention(self, layers: Sequence[int], queries: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The attention of its question at ``layers``, whose ``queries`` are ``[tokens, heads, dim]`` at each of them
+        that this stage has."""
+        modules = self._forward.kv.layers
         # Each stage has some of the layers, or none.
         own = [layer - self._ranks.layers.start for layer in layers if layer in self._ranks.layers]
         parts = [self._paged.reused(self._moves, self._blocks, own, part) for part in modules[0].score_parts]
         weights = torch.zeros(self.chunk_tokens, device=self._forward.kv.device)
         for index, *keys in zip(own, *parts, strict=True):
             layer, asked = modules[index], queries[index + self._ranks.layers.start]
-            asking = layer.score_queries(torch.cat(asked)[-QUERY_TOKENS:]).transpose(0, 1)
+            asking = layer.score_queries(asked[-QUERY_TOKENS:]).transpose(0, 1)
             weights += attention_weights(asking, torch.cat(keys, dim=-1), layer.scale).mean(0)
         return self._ranks.sum(weights) / (len(layers) * modules[0].heads * self._ranks.per_stage)
 
@@ -130,3 +137,22 @@ class VllmProbe(AssembledPrompt):
 
     def _run(self, start: int, end: int) -> Run:
         return Run(self.prompt.token_ids[start:end], start, self._blocks, self._adapter_id, self._images)
+
+
+def probe_questions(probes: Sequence[VllmProbe], layers: Sequence[int]) -> list[torch.Tensor]:
+    """The attention of several requests' questions at ``layers``, ``[chunk tokens]`` each. One pass over all of them
+    takes hardly longer than over one: it reads the weights once, and launches each kernel once."""
+    assert probes
+    assert all(probe.asked for probe in probes)
+    noted: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+
+    def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        noted[index].append(q.clone())  # the next layers may reuse its memory
+
+    probes[0]._forward.probe([probe._run(probe.asked.start, probe.asked.end) for probe in probes], layers, observe)
+    lengths = [len(probe.asked) for probe in probes]
+    rows = {layer: torch.cat(queries).split(lengths) for layer, queries in noted.items() if queries}
+    return [
+        probe._attention(layers, {layer: queries[index] for layer, queries in rows.items()})
+        for index, probe in enumerate(probes)
+    ]
