@@ -31,7 +31,6 @@ SEPARATOR = [2]
 SETTINGS = {
     "LMCACHE_CHUNK_SIZE": "256",
     "LMCACHE_LOCAL_CPU": "True",
-    "LMCACHE_MAX_LOCAL_CPU_SIZE": "22",
     "LMCACHE_ENABLE_BLENDING": "True",
     "LMCACHE_USE_LAYERWISE": "True",
     "LMCACHE_BLEND_SPECIAL_STR": f" {MARK} {MARK} ",
@@ -47,7 +46,9 @@ def measure(model: dict[str, Any], context: int, ratio: float, repeats: int) -> 
     same engine."""
     tell("starting vLLM with LMCache")
     length = context + 4096
-    llm = start(Model(**model), ratio, max_model_len=length, max_num_batched_tokens=length)
+    shape = Model(**model)
+    room = 4 * context * shape.token_bytes
+    llm = start(shape, ratio, room, max_model_len=length, max_num_batched_tokens=length)
     from vllm import SamplingParams
 
     from kvmosaic.bench.lmcache_worker import BLENDED
@@ -88,9 +89,9 @@ def measure(model: dict[str, Any], context: int, ratio: float, repeats: int) -> 
     }
 
 
-def start(model: Model, ratio: float, **settings: Any) -> "LLM":
+def start(model: Model, ratio: float, host_bytes: int, **settings: Any) -> "LLM":
     """An engine in this process that reuses documents with LMCache and recomputes the share ``ratio`` of their
-    tokens."""
+    tokens. ``host_bytes``: host memory for documents."""
     try:
         found = version("lmcache")
     except PackageNotFoundError:
@@ -99,7 +100,11 @@ def start(model: Model, ratio: float, **settings: Any) -> "LLM":
         raise KvmosaicError(f"LMCache {found} was never tried; install lmcache=={TESTED}")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    os.environ.update(SETTINGS, LMCACHE_BLEND_RECOMPUTE_RATIOS=str(ratio))
+    os.environ.update(
+        SETTINGS,
+        LMCACHE_BLEND_RECOMPUTE_RATIOS=str(ratio),
+        LMCACHE_MAX_LOCAL_CPU_SIZE=str(-(-host_bytes // 2**30)),
+    )
     from vllm import LLM
     from vllm.config import KVTransferConfig
 

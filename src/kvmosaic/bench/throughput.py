@@ -96,7 +96,8 @@ def measure(
     length = documents.prompt_tokens + outputs + 1024
     if engine == "lmcache":
         assert ratios[0] is not None
-        llm = lmcache.start(shape, ratios[0], max_model_len=length, max_num_batched_tokens=2 * length)
+        room = 2 * documents.tokens * shape.token_bytes
+        llm = lmcache.start(shape, ratios[0], room, max_model_len=length, max_num_batched_tokens=2 * length)
         lmcache.tune()
     else:
         llm = start(shape, enable_chunk_cache=engine == "reuse", max_model_len=length, max_num_batched_tokens=8192)
