@@ -45,6 +45,9 @@ class Fallback(str, Enum):
     """vLLM's prefix cache has as much of the prompt as reuse would save, and exactly."""
     SLOWER = "slower"
     """Reuse is predicted to be slower than a prefill, or choosing the tokens to recompute would delay others."""
+    SHRINKING_SET = "shrinking-set"
+    """The policy's set shrinks from layer to layer, and the model's layers do not allow that, or its tokens are more
+    than a pass has room for."""
     SLOW_TIER = "slow-tier"
     """Chunks did not arrive in time."""
     LOAD_ERROR = "load-error"

@@ -14,8 +14,12 @@ from vllm import RequestOutput, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from kvmosaic.blend import choose
 from kvmosaic.core.config import load_config
+from kvmosaic.engines.vllm.compat.weights import loaded_model
+from kvmosaic.engines.vllm.paged.pair_reader import block_reader
 from kvmosaic.engines.vllm.scheduler_side import backlog, patience, waiting
+from kvmosaic.engines.vllm.worker_side import blender
 from kvmosaic.vllm import LLM
 
 ROOT = Path(__file__).parents[3]
@@ -368,6 +372,56 @@ def chosen_last() -> tuple[int, ...]:
     """The tokens that the worker's policy chose for the latest prompt."""
     choices = worker_side().blender._choices
     return tuple(choices[next(reversed(choices))].positions.tolist())
+
+
+def kept_last() -> tuple[tuple[int, ...], ...] | None:
+    """The tokens that each check kept of the latest prompt, if the set shrank."""
+    choices = worker_side().blender._choices
+    kept = choices[next(reversed(choices))].kept
+    return None if kept is None else tuple(tuple(each.tolist()) for each in kept)
+
+
+def forget_kept() -> None:
+    """Remember no choices."""
+    worker_side().blender.clear()
+
+
+def reads_blocks() -> Callable[[Sequence[int], int], tuple[torch.Tensor, torch.Tensor]]:
+    """A function that reads K and V ``[layers, heads, tokens, dim]`` of the first tokens of a sequence, by its blocks
+    and their number. To be called before the engine's first request."""
+    side = worker_side()
+    reader = block_reader(side.forward.kv, side.paged.format.dtype)
+    assert reader is not None
+
+    def read(blocks: Sequence[int], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = reader.read(blocks, 0, count)
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    return read
+
+
+def note_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """The prompts that policies are asked about from now on, as they see them, and their selections."""
+    noted: list[tuple[Any, Any]] = []
+
+    def noting(policy: Any, assembled: Any, ratio: float) -> Any:
+        selection = choose(policy, assembled, ratio)
+        noted.append((assembled, selection))
+        return selection
+
+    monkeypatch.setattr(blender, "choose", noting)
+    return noted
+
+
+def hooked_modules() -> int:
+    """Number of the model's modules that have hooks before their forward."""
+    model = loaded_model(worker_side().forward._runner)
+    return sum(bool(module._forward_pre_hooks) for module in model.modules())
+
+
+def has_measured_layers() -> bool:
+    """Whether the worker measured the model's decoder layers."""
+    return worker_side().loader._narrower._is_measured
 
 
 # --- inside the engine: the scheduler's side

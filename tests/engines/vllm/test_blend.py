@@ -234,7 +234,7 @@ def test_the_questions_of_several_requests_are_probed_in_one_pass(llm, monkeypat
 @pytest.mark.parametrize(
     "policy",
     [
-        "kv-deviation(layers=1+3)",
+        "kv-deviation(layers=1+7)",
         "kv-deviation(layers=999)",
         "nonsense",
         "sink-link(k=-1)",

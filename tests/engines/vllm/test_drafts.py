@@ -12,12 +12,14 @@ from kvmosaic.core.learned_sink import LearnedSink, SinkAbout, witness_tokens
 from kvmosaic.models.sink_file import save_sink
 from tests.engines.vllm.helpers import (
     ask,
+    chosen_last,
     core_scheduler,
     draw,
     fill_alone,
     forget,
     greedy,
     join,
+    kept_last,
     model_config,
     plain_answer,
     report,
@@ -163,6 +165,26 @@ def test_reused_prompts_are_answered_as_without_drafts(llm, tiny_llama):
         [theirs] = ask(without, ids, boundaries=boundaries)
         same(ours, theirs)
         same(all_of_it, plain_answer(without, ids))
+
+
+@pytest.mark.parametrize("method", WRITERS)
+def test_with_sets_that_shrink_from_layer_to_layer_answers_are_those_without_drafts(method, tmp_path):
+    """The draft model then keeps the KV that was stored with the documents."""
+    target = write_tiny_llama(tmp_path / "target", num_hidden_layers=8)  # EAGLE-3 reads three different layers
+    model = WRITERS[method](tmp_path / "draft", target)
+    given, seen = prompts([draw(length) for length in LENGTHS]), []
+    for settings in (drafts(method, model), {}):
+        llm, results = start(target, **SETTINGS | settings), []
+        for ids, boundaries in given:
+            params = {"boundaries": boundaries, "recompute_ratio": 0.7, "policy": "kv-deviation(layers=1+2)"}
+            [output] = ask(llm, ids, max_tokens=20, **params)
+            results.append((output, chosen_last(), kept_last()))
+        seen.append(results)
+        assert bool(worker_side().forward.kv.drafts) == bool(settings)
+    for (ours, *kept), (theirs, *expected) in zip(*seen, strict=True):
+        assert kept == expected
+        assert expected[1] is not None
+        same(ours, theirs)
 
 
 @pytest.fixture

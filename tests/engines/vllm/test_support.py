@@ -25,6 +25,8 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
+DEEPER = {**LLAMA, "num_hidden_layers": 4}
+SHRINKING = engine_arguments(load_config(enable_chunk_cache=True, policy="kv-deviation(layers=1+2)"))
 BERT = {"model_type": "bert", "architectures": ["BertModel"], **SIZES}
 MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2, **SIZES}
 MAMBA = {
@@ -143,8 +145,9 @@ def test_supported(build, arguments):
         (LATENT, {}),
         (LATENT, {"enable_lora": True}),
         (LATENT, {"pipeline_parallel_size": 2}),
+        (DEEPER, SHRINKING),
     ],
-    ids=["mixture of experts", "mla", "mla-lora", "mla-pipeline"],
+    ids=["mixture of experts", "mla", "mla-lora", "mla-pipeline", "sets that shrink"],
 )
 def test_other_models_that_are_supported(build, model, arguments):
     assert unsupported(build(model, **arguments)) == []
@@ -180,6 +183,11 @@ def test_other_models_that_are_supported(build, model, arguments):
             {"pipeline_parallel_size": 2, "kv_cache_dtype": "fp8"},
             "pipeline_parallel_size=2 was never tried with a quantised KV cache",
         ),
+        (
+            DEEPER,
+            {**SHRINKING, "pipeline_parallel_size": 2},
+            "sets that shrink from layer to layer do not work with pipeline_parallel_size=2",
+        ),
         (LLAMA, {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "kv_cache_dtype=bfloat16"),
         (LLAMA, {"kv_offloading_size": 1.0}, "kv_offloading_size"),
         (LLAMA, {"enable_lora": True, "enable_tower_connector_lora": True}, "enable_tower_connector_lora"),
@@ -202,6 +210,7 @@ def test_other_models_that_are_supported(build, model, arguments):
         "fp8-mla",
         "fp8-skip",
         "fp8-pipeline",
+        "shrinking-pipeline",
         "other-dtype",
         "offloading",
         "lora-tower",

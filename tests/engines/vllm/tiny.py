@@ -79,13 +79,13 @@ def write_tiny_gemma(folder: Path, window: int) -> str:
     return write_model(folder, Gemma3ForCausalLM(config))
 
 
-def write_tiny_deepseek(folder: Path) -> str:
+def write_tiny_deepseek(folder: Path, layers: int = 3) -> str:
     """Write a tiny model with multi-head latent attention, in sizes that vLLM's kernels for CPUs and GPUs support."""
     config = DeepseekV2Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         kv_lora_rank=512,
@@ -94,7 +94,7 @@ def write_tiny_deepseek(folder: Path) -> str:
         qk_nope_head_dim=128,
         v_head_dim=128,
         n_routed_experts=8,
-        first_k_dense_replace=3,  # as many as there are layers: no experts
+        first_k_dense_replace=layers,  # as many as there are layers: no experts
         max_position_embeddings=2048,
         bos_token_id=1,
         eos_token_id=2,

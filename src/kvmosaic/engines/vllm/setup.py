@@ -53,7 +53,8 @@ class EngineSetup:
         # Our front ends give all settings; the profile is for a plain ``vllm serve``.
         config = load_config(model.model, **transfer.kv_connector_extra_config)
         try:
-            policy_served(config.policy, model.hf_text_config.num_hidden_layers)
+            stages = vllm_config.parallel_config.pipeline_parallel_size
+            policy_served(config.policy, model.hf_text_config.num_hidden_layers, stages)
         except ConfigError as error:
             raise config.blame(error) from None
         config, learned = settings_with_sink(config, vllm_config.parallel_config.pipeline_parallel_size)

@@ -88,7 +88,11 @@ def _policy_problems(vllm_config: Any) -> list[str]:
     if not settings or "policy" not in settings:
         return []
     try:
-        policy_served(settings["policy"], vllm_config.model_config.hf_text_config.num_hidden_layers)
+        policy_served(
+            settings["policy"],
+            vllm_config.model_config.hf_text_config.num_hidden_layers,
+            vllm_config.parallel_config.pipeline_parallel_size,
+        )
     except ConfigError as error:
         return [str(error)]
     return []
@@ -273,13 +277,14 @@ def looks_inside(spec: str, ratio: float) -> bool:
     return 0 < ratio < 1 and not policy_named(spec).picks_starts
 
 
-def policy_served(spec: str, num_layers: int) -> Policy:
+def policy_served(spec: str, num_layers: int, stages: int = 1) -> Policy:
     """The policy that ``spec`` names. Raises :class:`ConfigError` if it cannot be used in vLLM with a model of
-    ``num_layers``."""
+    ``num_layers`` in ``stages`` pipeline stages."""
     policy = policy_named(spec)
     policy.check(num_layers)
-    if policy.narrows:
+    if policy.narrows and stages > 1:
         raise ConfigError(
-            f"policy {spec}: sets that shrink from layer to layer need the embedded engine; give one layer"
+            f"policy {spec}: sets that shrink from layer to layer do not work with pipeline_parallel_size={stages}; "
+            "give one layer"
         )
     return policy

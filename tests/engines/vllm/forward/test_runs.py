@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.engines.vllm.forward.runs import Pass, Run, cut, runs_of
+from kvmosaic.engines.vllm.forward.runs import Pass, Run, cut, remaining, runs_of
 
 BLOCKS = [[3, 1, 4]]
 
@@ -25,6 +25,24 @@ def test_runs_are_the_wanted_tokens_and_no_others(wanted):
     assert covered == [position for position, is_wanted in enumerate(wanted) if is_wanted]
     assert all(list(run.tokens) == tokens[run.start : run.end] and run.blocks is BLOCKS for run in runs)
     assert all(first.end < second.start for first, second in pairwise(runs)), "runs that touch"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60))
+def test_remaining_runs_are_the_kept_tokens_of_runs(tokens):
+    """Of several sequences, whose runs keep everything else."""
+    wanted = np.array([is_wanted for is_wanted, _ in tokens], dtype=bool)
+    others = [[7, 8, 9]]
+    runs = [*runs_of(wanted, range(100, 160), BLOCKS, 3), *runs_of(wanted, range(200, 260), others)]
+    kept = np.array([is_kept for is_wanted, is_kept in tokens if is_wanted] * 2, dtype=bool)
+    left = remaining(runs, kept)
+    expected = [place for place, both in enumerate(tokens) if all(both)]
+    for blocks, first, adapter in ((BLOCKS, 100, 3), (others, 200, 0)):
+        own = [run for run in left if run.blocks is blocks]
+        assert all(run.adapter_id == adapter for run in own)
+        assert [position for run in own for position in range(run.start, run.end)] == expected
+        assert [token - first for run in own for token in run.tokens] == expected
+        assert all(run.following is None or run.following == first + run.end for run in own)
+        assert all(run.following is not None for run in own if run.end < len(tokens))
 
 
 @given(st.lists(st.integers(1, 20), max_size=8), st.integers(0, 100))

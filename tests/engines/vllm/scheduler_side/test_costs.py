@@ -314,10 +314,12 @@ def test_the_lengths_these_tests_count_with():
         ("query-attention", 33, "is not made"),
         ("kv-deviation(layers=0)", 10, ""),
         ("kv-deviation(layers=2)", 10, "is not made"),
+        ("kv-deviation(layers=0+1)", 4, "is not made"),
     ],
 )
 def test_beside_others_no_choice_takes_more_of_a_step_than_loads_may(policy, gap, changes):
-    """Before the choice, text before the question is computed in one go, and chunks through some layers."""
+    """Before the choice, text before the question is computed in one go, and chunks through some layers. A set that
+    shrinks from layer to layer is chosen while it is computed."""
     chunks = [text(1, 40), text(2, 40)]
     for is_alone in (True, False):
         side = Side(shape={"step_tokens": round(32 / LOAD_SHARE)})
@@ -337,6 +339,20 @@ def test_beside_others_no_choice_takes_more_of_a_step_than_loads_may(policy, gap
         [load] = side.step().loads
         assert load.may_probe is (is_alone or not changes)
         assert side.counts("fallbacks") == {}
+
+
+@pytest.mark.parametrize(("gap", "reasons"), [(4, {}), (5, {"slower": 1})])
+def test_a_set_that_shrinks_is_computed_in_one_step(gap, reasons):
+    """Text before the question is computed twice."""
+    side, chunks = Side(shape={"step_tokens": 80}), [text(1, 40), text(2, 40)]
+    side.store(*chunks)
+    tokens = [*chunks[0], *text(3, gap), *chunks[1], *QUESTION]
+    edges = [(0, 0), (0, 40), (40 + gap, 80 + gap), (80 + gap, len(tokens))]
+    policy = "kv-deviation(layers=0+1)"
+    request = side.add(make_request("a", tokens, boundaries=edges, recompute_ratio=0.9, policy=policy))
+    side.scheduler._admission.is_faster = lambda *_: True
+    assert side.matched(request) == (0 if reasons else 80 + gap)
+    assert side.counts("fallbacks") == reasons
 
 
 @pytest.mark.parametrize(("gap", "may_probe"), [(80, True), (81, False)])

@@ -96,7 +96,6 @@ def test_a_prompt_of_embeddings_alone_has_no_chunks():
         ({"policy": 5}, "policy"),
         ({"policy": "oracle"}, "unknown policy 'oracle'"),
         ({"policy": "kv-deviation(layers=9)"}, "layer"),
-        ({"policy": "kv-deviation(layers=1+2)"}, "embedded engine"),
         ({"boundaries": [(0, 20), (10, 70)]}, "order"),
         ({"boundaries": [(0, 70)]}, "question"),
         ({"boundaries": [(0, 20), (20, 60), (60, "70")]}, "boundaries"),
@@ -110,6 +109,14 @@ def test_wrong_parameters_are_said_in_one_line_and_cost_nothing_but_reuse(params
     assert "request request" in line
     assert named in line
     assert "\n" not in line
+
+
+def test_sets_that_shrink_are_not_planned_over_several_pipeline_stages(caplog):
+    request = ask_about(FIRST, policy="kv-deviation(layers=1+2)", recompute_ratio=0.9)
+    assert planned(request).policy == "kv-deviation(layers=1+2)"
+    with caplog.at_level(logging.WARNING):
+        assert planned(request, shape={"stages": 2}) is Fallback.BAD_PARAMETERS
+    assert "pipeline_parallel_size=2" in caplog.text
 
 
 def test_wrong_parameters_count_where_there_are_no_chunks():

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.model_executor.layers.attention.attention import Attention
@@ -14,9 +14,19 @@ from kvmosaic.engines.vllm.compat.ascend import is_ascend
 from kvmosaic.engines.vllm.compat.cpu_cache import write_on_cpu
 from kvmosaic.engines.vllm.compat.quantised import Quantised
 
-Attend = Callable[["KVLayer", torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], object]], None]
+
+class Backend(Protocol):
+    """Runs the backend's own attention."""
+
+    def __call__(self, rows: slice = ..., told: Any = None) -> object:
+        """Attention of all tokens, or of ``rows`` of them, if it is ``told`` the metadata of these alone."""
+        ...
+
+
+Attend = Callable[["KVLayer", torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Backend], None]
 """Computes a layer's attention. Its arguments are the layer, queries ``[tokens, heads, dim]``, K and V as they are
-cached, ``[tokens, kv_heads, …]``, the output, and a function that runs the backend's own attention."""
+cached, ``[tokens, kv_heads, …]``, the output, and the backend's own attention."""
+_ALL = slice(None)
 
 
 class KVLayer(ABC):
@@ -187,8 +197,10 @@ class LatentLayer(KVLayer):
             output: torch.Tensor,
             **more: Any,
         ) -> torch.Tensor:
-            def theirs() -> object:
-                return forward(q, latent, rotated, cache, metadata, output=output, **more)
+            def theirs(rows: slice = _ALL, told: Any = None) -> object:
+                if told is None:
+                    return forward(q, latent, rotated, cache, metadata, output=output, **more)
+                return forward(q[rows], latent[rows], rotated[rows], cache, told, output=output[rows], **more)
 
             attend(self, q, latent[:, None], rotated.view(len(latent), 1, -1), output, theirs)
             return output
@@ -242,8 +254,12 @@ class _HeadsAttention(_Announced):
         output: torch.Tensor,
         **scales: Any,
     ) -> torch.Tensor:
-        def theirs() -> object:
-            return self._backend.forward(module, q, k, v, cache, metadata, output=output, **scales)
+        def theirs(rows: slice = _ALL, told: Any = None) -> object:
+            if told is None:
+                return self._backend.forward(module, q, k, v, cache, metadata, output=output, **scales)
+            return self._backend.forward(
+                module, q[rows], k[rows], v[rows], cache, told, output=output[rows], **scales
+            )
 
         self._attend(self._layer, q, k, v, output, theirs)
         return output

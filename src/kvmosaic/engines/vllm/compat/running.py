@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.distributed import get_pp_group, get_tp_group
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.sequence import IntermediateTensors
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "get_tp_group",
     "make_stage_inputs",
     "quiet_hooks",
+    "replace_sequences",
     "set_forward_context",
 ]
 
@@ -26,6 +27,12 @@ def make_stage_inputs(runner: Any) -> None:
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
+
+
+def replace_sequences(metadata: dict[str, Any] | None, slots: dict[str, Any]) -> None:
+    """Have the rest of the forward in progress use other attention metadata and slots, both by layer."""
+    context: Any = get_forward_context()
+    context.attn_metadata, context.slot_mapping = metadata, slots
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from kvmosaic.engines.vllm.compat.metadata import (
     init_attn_backend,
     with_sequences,
 )
-from kvmosaic.engines.vllm.compat.running import set_forward_context
+from kvmosaic.engines.vllm.compat.running import replace_sequences, set_forward_context
 from kvmosaic.engines.vllm.forward.runs import Pass, padded
 
 PASS_RUNS = 256
@@ -42,6 +42,15 @@ class MetadataBuilder(ABC):
         """The surroundings of the model's forward over a pass and ``padding`` more tokens. ``metadata`` is ``None``
         if no backend computes attention; ``graph``: size of the CUDA graph to use, in tokens; ``skip_compiled``:
         whether to use no compiled code."""
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether :meth:`replace` works."""
+        return False
+
+    def replace(self, work: Pass, metadata: dict[str, Any] | None) -> None:
+        """Have the rest of the forward in progress compute the tokens of another pass, with its ``metadata``."""
+        raise NotImplementedError("this builder cannot change a forward in progress")
 
 
 class VllmMetadataBuilder(MetadataBuilder):
@@ -90,6 +99,13 @@ class VllmMetadataBuilder(MetadataBuilder):
             **graph_context(graph),
         )
         return context
+
+    @property
+    def can_replace(self) -> bool:
+        return True
+
+    def replace(self, work: Pass, metadata: dict[str, Any] | None) -> None:
+        replace_sequences(metadata, build_slot_mappings_by_layer(work.slots, self._kv_cache_config))
 
 
 def extents(work: Pass) -> tuple[torch.Tensor, torch.Tensor]:

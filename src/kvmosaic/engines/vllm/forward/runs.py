@@ -1,6 +1,6 @@
 """Tokens to compute, as runs of paged sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -169,12 +169,29 @@ def runs_of(
     images: SequenceImages | None = None,
 ) -> list[Run]:
     """The ``wanted`` tokens, ``[tokens]`` bool, of a sequence as runs."""
-    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
-    pairs = zip(edges[::2], edges[1::2], strict=True)
     return [
         Run(tokens[start:end], start, blocks, adapter_id, images, tokens[end] if end < len(tokens) else None)
-        for start, end in pairs
+        for start, end in _stretches(wanted)
     ]
+
+
+def remaining(runs: Sequence[Run], kept: np.ndarray) -> list[Run]:
+    """The ``kept`` tokens of runs, ``[tokens]`` bool, as runs."""
+    parts: list[Run] = []
+    at = 0
+    for run in runs:
+        own = kept[at : at + len(run.tokens)]
+        at += len(run.tokens)
+        for first, end in _stretches(own):
+            following = run.tokens[end] if end < len(run.tokens) else run.following
+            parts.append(run._replace(tokens=run.tokens[first:end], start=run.start + first, following=following))
+    return parts
+
+
+def _stretches(wanted: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Start and end of each stretch of wanted tokens, ``[tokens]`` bool."""
+    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
+    return zip(edges[::2], edges[1::2], strict=True)
 
 
 def padded(values: torch.Tensor, count: int, value: int = 0) -> torch.Tensor:

@@ -7,7 +7,7 @@ can read the cache, our own kernel computes attention instead (``tile_attention.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from kvmosaic.engines.vllm.compat.adapters import with_adapter
 from kvmosaic.engines.vllm.compat.drafts import Drafter
 from kvmosaic.engines.vllm.compat.graphs import graph_inputs, graph_size
 from kvmosaic.engines.vllm.compat.images import ImageModel
-from kvmosaic.engines.vllm.compat.layers import KVLayer, attention_by
+from kvmosaic.engines.vllm.compat.layers import Backend, KVLayer, attention_by
 from kvmosaic.engines.vllm.forward.kv_layers import KVLayers
 from kvmosaic.engines.vllm.forward.layer_arrivals import LayerArrivals
 from kvmosaic.engines.vllm.forward.metadata import MetadataBuilder
+from kvmosaic.engines.vllm.forward.narrowing import Narrowing, SeenEnough
+from kvmosaic.engines.vllm.forward.pass_attention import InParts, InTiles, PassAttention
 from kvmosaic.engines.vllm.forward.ranks import RankLostError, Ranks
 from kvmosaic.engines.vllm.forward.runs import Pass, Run, padded
 from kvmosaic.engines.vllm.forward.stages import Stages
@@ -27,10 +29,6 @@ from kvmosaic.engines.vllm.forward.tile_attention import TileAttention
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called with a layer's number, its queries ``[tokens, heads, dim]``, K and V ``[tokens, kv_heads, dim]``."""
-
-
-class _SeenEnough(Exception):
-    """A probe has seen its last layer."""
 
 
 class SparseForward:
@@ -126,10 +124,52 @@ class SparseForward:
                 observe(mine[index], q, k, v)
                 if mine[index] == last:
                     self.kv.write(self.kv.layers[index], k, v, work.slots)
-                    raise _SeenEnough
+                    raise SeenEnough
 
-            with suppress(_SeenEnough):
+            with suppress(SeenEnough):
                 self._forward(work, 0, note, mine, graphs=True, hands_on=last >= own.stop)
+
+    @property
+    def can_narrow(self) -> bool:
+        """Whether :meth:`narrow` can be tried."""
+        return self._ranks.stages == 1 and not self.kv.has_shared_caches and self._metadata.can_replace
+
+    def narrow(self, narrowing: Narrowing) -> str | None:
+        """Compute a pass whose tokens become fewer, which have to come in ascending order. Their KV in the layers
+        that do not compute them any more stays as it was, and so does all KV of a draft model, which needs the output
+        for every token. Returns why the model cannot do this, if so."""
+        work = narrowing.work
+        with suppress(SeenEnough), torch.inference_mode():
+            attention = self._attention(work)
+
+            def attend(layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Backend) -> None:
+                self._wait_for(layer)
+                narrowing.computed(self.kv.index_of[layer.name], k, v)
+                attention.compute(layer, q, out, backend)
+
+            def follow(rest: Pass) -> None:
+                nonlocal attention
+                attention = self._attention(rest)
+                rests.enter_context(with_adapter(self._runner, rest.adapter_id, len(rest.sequences), rest.num_tokens))
+                self._metadata.replace(rest, attention.metadata)
+
+            with (
+                with_adapter(self._runner, work.adapter_id, len(work.sequences), work.num_tokens),
+                attention_by(attend, self._wait_for, self.kv.layers),
+                self._metadata.context(work, attention.metadata, padding=0, graph=None, skip_compiled=True),
+                ExitStack() as rests,
+                narrowing.active(follow),
+                self._entering_model(),
+            ):
+                self._model(work, work.token_ids, work.rotary_positions)
+        return narrowing.problem
+
+    def _attention(self, work: Pass) -> PassAttention:
+        """Attention of a pass that may have more runs than a backend takes."""
+        tiles = self._tiles_for(work)
+        if tiles is None:
+            return InParts(self._metadata, list(self._passes(work.runs)))
+        return InTiles(tiles, {heads: tiles.queries(work.sequences, heads) for heads in self.kv.query_heads})
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[Pass]:
         """Cut runs into passes within the limits on tokens and, if a backend computes attention, on runs."""
@@ -156,6 +196,14 @@ class SparseForward:
     def _in_tiles(self, runs: Sequence[Run]) -> bool:
         return self._tiles is not None and self._tiles.is_cheaper(runs)
 
+    def _tiles_for(self, work: Pass) -> TileAttention | None:
+        """Our own attention, if it is to compute that of a pass."""
+        return self._tiles if self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs else None
+
+    def _wait_for(self, layer: KVLayer) -> None:
+        if self._arrivals is not None:
+            self._arrivals.wait(self.kv.index_of[layer.name])
+
     def _forward(
         self,
         work: Pass,
@@ -172,7 +220,7 @@ class SparseForward:
         count = work.num_tokens
         size = graph_size(self._runner, count) if graphs and self._runs_compiled else None
         padding = 0 if size is None else size - count
-        tiles = self._tiles if self._in_tiles(work.runs) or len(work.runs) > self._metadata.max_runs else None
+        tiles = self._tiles_for(work)
         queries = None
         if tiles is not None:
             queries = {heads: tiles.queries(work.sequences, heads) for heads in self.kv.query_heads}
@@ -183,7 +231,7 @@ class SparseForward:
             layer: KVLayer, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, backend: Callable[[], object]
         ) -> None:
             index = self.kv.index_of[layer.name]
-            wait_for(layer)  # it may use K and V of another layer
+            self._wait_for(layer)  # it may use K and V of another layer
             if observe is not None and index in observed:
                 observe(index, q[:count], k[:count], v[:count])
             if tiles is None or queries is None:
@@ -191,17 +239,13 @@ class SparseForward:
             else:
                 tiles.attend(layer, q[:count], queries[layer.heads], out[:count])
 
-        def wait_for(layer: KVLayer) -> None:
-            if self._arrivals is not None:
-                self._arrivals.wait(self.kv.index_of[layer.name])
-
         everywhere = queries is not None or (self._arrivals is not None and self._arrivals.is_pending)
         # Only the layers that need it: between CUDA graphs, every call in Python counts.
         watched = self.kv.kept if everywhere else [self.kv.kept[index] for index in observed]
         with (
             torch.inference_mode(),
             with_adapter(self._runner, work.adapter_id, len(work.sequences), count),
-            attention_by(attend, wait_for, watched),
+            attention_by(attend, self._wait_for, watched),
         ):
             metadata = self._metadata.build(work) if queries is None else None
             with (
@@ -213,28 +257,38 @@ class SparseForward:
                     places,
                 ),
             ):
-                self._ranks.go_on()
-                try:
-                    # The image encoder and the embedding are collective operations if several ranks share the layers.
-                    embeddings = self._embeddings(work) if work.has_images else None
-                    output = self._runner.model(
-                        input_ids=input_ids if embeddings is None else None,
-                        positions=places,
-                        intermediate_tensors=self._stages.receive(),
-                        inputs_embeds=embeddings,
-                    )
+                with self._entering_model(hands_on):
+                    output = self._model(work, input_ids, places)
                     if self._drafter is not None:
                         # Before the next pass: a CUDA graph would overwrite the output.
                         self._draft(self._drafter, work, metadata, positions, output)
-                except Exception as error:
-                    if isinstance(error, _SeenEnough):
-                        raise
-                    if self._ranks.per_stage > 1:
-                        raise RankLostError("the model failed on one of several ranks") from error
-                    if hands_on:
-                        self._stages.fail()
-                    raise
                 return self._stages.hand_on(output)[:count]
+
+    @contextmanager
+    def _entering_model(self, hands_on: bool = True) -> Iterator[None]:
+        """Run the model inside the block, on all ranks or on none."""
+        self._ranks.go_on()
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, SeenEnough):
+                raise
+            if self._ranks.per_stage > 1:
+                raise RankLostError("the model failed on one of several ranks") from error
+            if hands_on:
+                self._stages.fail()
+            raise
+
+    def _model(self, work: Pass, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The output of the model for a pass, whose ``input_ids`` and ``positions`` may be padded."""
+        # The image encoder and the embedding are collective operations if several ranks share the layers.
+        embeddings = self._embeddings(work) if work.has_images else None
+        return self._runner.model(
+            input_ids=input_ids if embeddings is None else None,
+            positions=positions,
+            intermediate_tensors=self._stages.receive(),
+            inputs_embeds=embeddings,
+        )
 
     def _draft(
         self,

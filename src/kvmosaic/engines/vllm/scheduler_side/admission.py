@@ -124,14 +124,17 @@ class Admission:
     def choice_is_long(self, request: ChunkRequest, local: int) -> bool:
         """Whether choosing the recomputed tokens takes more of a step than loads may. Before a policy looks at the
         prompt, all text and missing chunks are computed in one go; for some policies, also all chunks through some
-        layers."""
+        layers. A set that shrinks from layer to layer is also computed in one go."""
         share = LONE_SHARE if request.is_alone else LOAD_SHARE
         return request.is_probed and self._tokens_to_choose(request, local) > share * self._shape.step_tokens
 
     def _tokens_to_choose(self, request: ChunkRequest, local: int) -> int:
         text, missing, stored = self._shares(request, local)
-        layers = policy_named(request.policy).chunk_layers
-        return text + missing + stored * layers // self._shape.num_layers
+        policy = policy_named(request.policy)
+        if policy.narrows:  # the pass that chooses also computes the chosen tokens, and text again
+            filled = missing if self._fills(request, missing) else 0
+            return filled + 2 * (text + missing - filled) + int(request.ratio * (stored + filled))
+        return text + missing + stored * policy.chunk_layers // self._shape.num_layers
 
     def _load_cost(self, request: ChunkRequest, local: int) -> _LoadCost:
         text, missing, stored = self._shares(request, local)
@@ -141,7 +144,10 @@ class Admission:
         rest = text + missing - filled + int(request.ratio * (stored + filled)) + question
         if request.is_probed:  # text is computed twice: before the choice, and behind the chosen tokens
             first += self._tokens_to_choose(request, local) - filled
-            if not policy_named(request.policy).chunk_layers:  # missing chunks are computed once, before the choice
+            policy = policy_named(request.policy)
+            if policy.narrows:  # the pass that chooses also computes everything before the question
+                rest = question
+            elif not policy.chunk_layers:  # missing chunks are computed once, before the choice
                 rest -= missing - filled
         # The pass that computes the rest counts once for all loads of a step.
         first += self.pass_tokens * ((filled > 0) + request.is_probed)

@@ -91,7 +91,7 @@ class Planner:
             prompt, absent = named.prompt, named.absent
         ratio = self._config.recompute_ratio if params.recompute_ratio is None else params.recompute_ratio
         policy = self._config.policy if params.policy is None else params.policy
-        policy_served(policy, self._shape.num_layers)
+        policy_served(policy, self._shape.num_layers, self._shape.stages)
         reason, salt = _cannot_be_reused(request, adapter), salt_of(request.cache_salt, adapter)
         had_chunks, sources = bool(prompt.chunks), self._config.sources
         images = None

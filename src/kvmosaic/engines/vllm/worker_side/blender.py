@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvmosaic.blend import choose, policy_named
+from kvmosaic.blend.base import Check
 from kvmosaic.core.entry import ChunkKV
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
@@ -30,6 +31,15 @@ class Choice(NamedTuple):
     """Layer up to which a probe computed all chunk tokens and left them in the blocks, if it did."""
     probed: bool | None = None
     """Whether the policy probed the prompt; ``None`` if no policy was asked."""
+    checks: tuple[Check, ...] = ()
+    """Layers at which the set shrinks; empty: all tokens are computed in all layers."""
+    kept: tuple[np.ndarray, ...] | None = None
+    """The positions that each check kept, once they were computed."""
+
+    @property
+    def size(self) -> int:
+        """Number of its positions."""
+        return len(self.positions) + sum(map(len, self.kept or ()))
 
 
 class Blend(NamedTuple):
@@ -122,19 +132,27 @@ class Blender:
             if len(probe.prompt.chunks) == len(load.prompt.chunks) and load.may_probe:
                 digest = load.blend_digest()
                 if digest not in self._choices:
-                    self._remembered += len(choice.positions)
+                    self._remembered += choice.size
                     self._choices[digest] = choice
         elif choice.computed_layer is not None:
             layer = choice.computed_layer
             if self._ranks.together(lambda: probe.compute_chunks(layer), "computing chunks") is None:
                 return None
         while len(self._choices) > REMEMBERED or self._remembered > REMEMBERED_TOKENS:
-            self._remembered -= len(self._choices.pop(next(iter(self._choices))).positions)
+            self._remembered -= self._choices.pop(next(iter(self._choices))).size
         return choice._replace(positions=choice.positions[choice.positions >= load.start])
 
+    def note_kept(self, load: ChunkLoad, choice: Choice, kept: tuple[np.ndarray, ...]) -> None:
+        """Remember the positions that the checks of a choice kept, if all of its positions were computed."""
+        known = self._choices.get(load.blend_digest())
+        if known is not None and known.kept is None and np.array_equal(known.positions, choice.positions):
+            self._choices[load.blend_digest()] = known._replace(kept=kept)
+            self._remembered += sum(map(len, kept))
+
     def _ask(self, load: ChunkLoad, probe: VllmProbe) -> Choice:
-        chosen = choose(policy_named(load.policy), probe, load.ratio).positions
-        return Choice(np.array(chosen, dtype=np.int32), probe.computed_layer, probe.was_probed)
+        chosen = choose(policy_named(load.policy), probe, load.ratio)
+        positions = np.array(chosen.positions, dtype=np.int32)
+        return Choice(positions, probe.computed_layer, probe.was_probed, chosen.checks)
 
 
 def _is_looked_at(blend: Blend) -> bool:

@@ -22,6 +22,7 @@ from kvmosaic.engines.vllm.worker_side.adapters import LoadedAdapters
 from kvmosaic.engines.vllm.worker_side.blender import Blend, Blender, Choice
 from kvmosaic.engines.vllm.worker_side.bringer import Bringer, Brought, Segment
 from kvmosaic.engines.vllm.worker_side.images import LoadImages
+from kvmosaic.engines.vllm.worker_side.narrower import Narrower
 from kvmosaic.engines.vllm.worker_side.slices import Slices
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class ChunkLoader:
         ranks: Ranks,
         bringer: Bringer,
         blender: Blender,
+        narrower: Narrower,
         adapters: LoadedAdapters,
         images: LoadImages,
         *,
@@ -71,6 +73,7 @@ class ChunkLoader:
         self._ranks = ranks
         self._bringer = bringer
         self._blender = blender
+        self._narrower = narrower
         self._adapters = adapters
         self._images = images
         self._timer = timer
@@ -127,6 +130,8 @@ class ChunkLoader:
         if not self._adapters.can_use(load.adapter):
             # Other weights were loaded since the request was planned. Its chunks are those of the old ones.
             return Fallback.LORA
+        if not self._narrower.can_serve(load):
+            return Fallback.SHRINKING_SET
         brought = self._bringer.bring(load, pins)
         if brought is None:
             return Fallback.LOAD_ERROR
@@ -146,11 +151,17 @@ class ChunkLoader:
         wanted = np.zeros_like(fresh)
         wanted[chosen.positions] = True
         wanted &= ~fresh
+        if chosen.checks:
+            reason = self._narrow(load, blend, chosen, wanted, fresh)
+            if reason is not None:
+                return self._whole(load, reason)
         self._count(load, placed.brought, fresh, int(wanted.sum()))
         if load.is_reported and load.ratio:
             self.recomputed[load.request_id] = Recomputed(joined(np.flatnonzero(wanted)), chosen.probed)
         remainder = None
-        if not blend.needs_context:
+        if chosen.checks:
+            wanted[:] = False  # everything before the question is computed
+        elif not blend.needs_context:
             wanted |= fresh
             remainder = placed.context.system_remainder
         else:
@@ -160,6 +171,23 @@ class ChunkLoader:
             again = fresh & ~_in_chunks(load) if blend.probe.keeps_fresh else fresh
             wanted[changed:] |= again[changed:]
         return _Due(self._runs(load, _with_question(load, wanted)), load, remainder)
+
+    def _narrow(
+        self, load: ChunkLoad, blend: Blend, chosen: Choice, wanted: np.ndarray, fresh: np.ndarray
+    ) -> Fallback | None:
+        """Compute the ``wanted`` tokens of a choice whose set shrinks, ``[tokens]`` bool, and the text behind the
+        first of them, in a pass of their own. Returns why that was not possible, if so."""
+        changed = blend.probe.first_changed(chosen.positions)
+        due = wanted.copy()
+        due[changed:] |= fresh[changed:]
+        if not self._narrower.fits(int(due.sum())):
+            return Fallback.SHRINKING_SET
+        kept = self._narrower.compute(self._runs(load, due), fresh[due], blend.probe, chosen)
+        if kept is None:
+            self._stats.failed("compute")
+            return Fallback.ERROR
+        self._blender.note_kept(load, chosen, kept)
+        return None
 
     def _whole(self, load: ChunkLoad, reason: Fallback) -> _Due:
         """All tokens of a request, to be computed as plain vLLM would; its blocks are overwritten. This is not left

@@ -104,6 +104,13 @@ class VllmProbe(AssembledPrompt):
         changed[computed.to(distance.device)] = distance.square().sum((0, 2))
         return self._ranks.sum(changed)
 
+    def reused(self, layer: int, part: KVPart, positions: np.ndarray) -> torch.Tensor:
+        """K or V of reused tokens at ascending ``positions`` of a layer that no probe has computed, ``[kv_heads,
+        tokens, dim]``. There are no other pipeline stages."""
+        [rows] = self._paged.reused(self._moves, self._blocks, [layer], part)
+        places = np.searchsorted(self.positions().numpy(), positions)
+        return rows[:, torch.from_numpy(places).to(rows.device)]
+
     def compute_chunks(self, layer: int, observe: Observer = lambda *_: None) -> int:
         """Compute all chunk tokens, and the text between them, up to the K and V of ``layer``, which is returned."""
         self._forward.probe([self._run(self._first_computed, self.prompt.chunks[-1].end)], [layer], observe)

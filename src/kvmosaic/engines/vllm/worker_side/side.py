@@ -40,6 +40,7 @@ from kvmosaic.engines.vllm.worker_side.filler import ChunkFiller
 from kvmosaic.engines.vllm.worker_side.images import LoadImages
 from kvmosaic.engines.vllm.worker_side.loader import ChunkLoader
 from kvmosaic.engines.vllm.worker_side.names import EntryNames, identity
+from kvmosaic.engines.vllm.worker_side.narrower import Narrower
 from kvmosaic.engines.vllm.worker_side.prefix import PrefixLoader
 from kvmosaic.engines.vllm.worker_side.self_test import self_test
 from kvmosaic.engines.vllm.worker_side.sink import sink_entry
@@ -140,6 +141,7 @@ class WorkerSide:
             self.ranks,
             bringer,
             self.blender,
+            Narrower(self.forward, loaded_model(runner), self._model.get_vocab_size(), self.ranks, self.timer),
             self.adapters,
             images,
             timer=self.timer,
