@@ -7,8 +7,23 @@ import sys
 import pytest
 
 from kvmosaic.core.store_key import STORE_KEY_VARIABLE
-from tests.engines.vllm.helpers import DOCUMENTS, PART, answer, ask, draw, forget, greedy, plain, report, start, store
+from tests.engines.vllm.helpers import (
+    DOCUMENTS,
+    PART,
+    answer,
+    ask,
+    draw,
+    forget,
+    greedy,
+    has_company,
+    join,
+    plain,
+    report,
+    start,
+    store,
+)
 from tests.engines.vllm.processes import EngineApart
+from tests.engines.vllm.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.engine
 
@@ -149,6 +164,8 @@ def test_each_rank_finds_its_own_heads(tiny_text, tmp_path):
     settings = {**SETTINGS, "miss_policy": "fill-first"}
     with EngineApart(tiny_text, ranks=2, disk_path=theirs, **settings) as other:
         other.call(fill, DOCUMENTS)
+        other.call(forget)
+        assert not other.call(has_company)
     heads = {path.stem.split("-", 2)[2] for path in theirs.rglob("*.safetensors")}
     assert len(heads) == 2
     with EngineApart(tiny_text, ranks=2, disk_path=ours, **settings) as engine:
@@ -157,3 +174,25 @@ def test_each_rank_finds_its_own_heads(tiny_text, tmp_path):
         assert engine.call(reuse, DOCUMENTS[:2]) == [("filled", None)]
         move(theirs, ours, lambda name: True)
         assert engine.call(reuse, DOCUMENTS[2:]) == FROM_DISK
+        assert engine.call(has_company)
+
+
+def fill_tokens(llm, documents):
+    ids, boundaries = join([[12] * 9, *documents, [7, 8, 9]])
+    ask(llm, ids, boundaries=boundaries)
+    llm.collective_rpc(flush)
+
+
+def flush(worker):
+    """Wait until a rank has written everything."""
+    store().flush()
+
+
+def test_ranks_with_the_same_heads_are_no_company(tmp_path):
+    """They write the same files: the second one finds those of the first."""
+    model = write_tiny_llama(tmp_path / "model", kv_heads=1)
+    settings = {"miss_policy": "fill-first", "skip_tokenizer_init": True, "max_model_len": 1024}
+    with EngineApart(model, ranks=2, disk_path=tmp_path / "entries", **settings) as engine:
+        engine.call(fill_tokens, [draw(length) for length in (40, 50, 60, 70, 80)])
+        engine.call(forget)
+        assert not engine.call(has_company)

@@ -279,7 +279,8 @@ class WorkerSide:
                     recomputed=recomputed if self.ranks.rank == 0 else {},
                     adapters=adapters,
                     sources={digest: tier for each in fetched.values() for digest, tier in each.sources.items()},
-                    has_company=self.cache.store.has_company,
+                    # Ranks with the same heads write the same files, so each would take the others for company.
+                    has_company=self.cache.store.has_company and self.ranks.share.replicas == 1,
                     ended_fills=ended_fills,
                     is_all=is_all,
                 )
