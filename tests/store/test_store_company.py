@@ -64,9 +64,9 @@ def test_an_entry_in_a_remote_store_is_no_company(tmp_path: Path) -> None:
     server = Valkey(tmp_path)
     try:
         ours, theirs = (opened(tmp_path / name, remote=server.url) for name in ("ours", "theirs"))
-        put(theirs, *SOME[:2])
-        assert [each.tier for each in ours.fetch_each([entry.key for entry in SOME])] == ["remote"] * 2
-        ours.flush()
+        put(theirs, *SOME[:3])
+        assert [each.tier for each in ours.fetch_each([entry.key for entry in SOME[1:]])] == ["remote"] * 2
+        put(ours, SOME[0])  # which is there already
         assert not ours.has_company
         ours.close()
         theirs.close()
