@@ -242,15 +242,16 @@ def test_warming_with_two_ranks(command, tmp_path, tiny_text):
 
 @pytest.mark.parametrize("command", DIRECTLY)
 def test_vllm_itself_with_our_connector(command, tmp_path):
-    """Without the middleware, requests have to name their documents."""
+    """Without the middleware, requests have to name their documents. Each begins differently, because vLLM's prefix
+    cache answers a prompt that was prefilled before."""
     with started(command, tmp_path / "log", str(resolve(MODEL))) as url:
-        for order in ([FERRY, BAKERY], [BAKERY, FERRY]) * 5:
+        for number, order in enumerate(([FERRY, BAKERY], [BAKERY, FERRY]) * 5):
             named = {"documents": [FERRY, BAKERY]}
             post(
                 f"{url}/v1/completions",
                 {
                     "model": str(resolve(MODEL)),
-                    "prompt": "\n\n".join([*order, "Who owns the bakery?"]),
+                    "prompt": "\n\n".join([f"Question {number}.", *order, "Who owns the bakery?"]),
                     "max_tokens": 32,
                     "kv_transfer_params": named,
                 },
