@@ -66,6 +66,8 @@ class KnownTiers:
         self.due = DueClears()
         self.doomed: dict[tuple[int, ChunkKey], None] = {}
         """Entries that were evicted from a slow tier. They count as absent until the writer has deleted them."""
+        self.has_company = False
+        """Whether another process was seen to write to the disk that this one writes to."""
         self.changes = 0
         """Number of changes to slow tiers so far. An answer that a tier gave before a change is invalid."""
 
@@ -88,16 +90,16 @@ class KnownTiers:
         return (level, key) in self.doomed or self.due.covers(level, key)
 
     def absent(self, keys: Collection[ChunkKey]) -> set[tuple[int, ChunkKey]]:
-        """Pairs of a far level and a key that is absent there. Each far tier is asked once, about all keys that no
-        near tier above it has, if these are at least two."""
+        """Pairs of a slow level and a key that is absent there. Each slow tier is asked once, about all keys that no
+        tier above it has, if these are at least two."""
         absent: set[tuple[int, ChunkKey]] = set()
+        wanted = list(keys)
         for level, tier in enumerate(self.tiers):
-            if not tier.is_far:
+            if not tier.is_slow:
+                wanted = [key for key in wanted if self.size(level, key) is None]
                 continue
-            wanted = list(keys)
-            for above in range(level):
-                if not self.tiers[above].is_far:
-                    wanted = [key for key in wanted if self.size(above, key) is None]
+            # Only after memory was asked: an entry on its way to a tier may arrive there at any moment.
+            wanted = [key for key in wanted if self._queued(key) is None]
             if len(wanted) < 2:
                 continue
             try:
@@ -105,9 +107,10 @@ class KnownTiers:
             except TIER_ERRORS as error:
                 self.complain(tier, "read", error)
                 continue
-            for key in (key for key, found in zip(wanted, held, strict=True) if not found):
-                absent.add((level, key))
-                if self.index.holds(key, tier.name):  # the remote store dropped it without notice
+            wanted = [key for key, found in zip(wanted, held, strict=True) if not found]
+            absent.update((level, key) for key in wanted)
+            for key in wanted:
+                if self.index.holds(key, tier.name):  # another process or the remote store dropped it
                     self.forget(level, key)
         return absent
 
@@ -202,7 +205,7 @@ class KnownTiers:
                 if size is None:
                     self.drop(self.tiers[level], key)
                 else:
-                    self.adopt(level, key, size)  # maybe written by another process
+                    self.adopt_found(level, key, size)
                     self._make_room(level, 0)
                 return size
         return size
@@ -214,6 +217,13 @@ class KnownTiers:
             self.index.insert(key, tier.name, nbytes)
             if tier.name in self.policies:
                 self.policies[tier.name].add(key, nbytes)
+
+    def adopt_found(self, level: int, key: ChunkKey, nbytes: int) -> None:
+        """Add an entry that was found in a tier. If it is new to this process, another one has written it. The lock
+        is held."""
+        tier = self.tiers[level]
+        self.has_company |= tier.is_slow and not tier.is_far and not self.index.holds(key, tier.name)
+        self.adopt(level, key, nbytes)
 
     def forget(self, level: int, key: ChunkKey) -> None:
         """Remove a vanished entry from the account, unless it is back by now."""

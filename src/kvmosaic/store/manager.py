@@ -37,7 +37,7 @@ class ChunkStorageManager:
         self._kept: set[ChunkKey] = set()
 
     def absent(self, keys: Iterable[ChunkKey]) -> Collection[tuple[int, ChunkKey]]:
-        """Ask tiers on other machines about all ``keys`` at once, so that the following lookups need not."""
+        """Ask slow tiers about all ``keys`` at once, so that the following lookups need not."""
         return self._known.absent(list(keys))
 
     def lookup(
@@ -131,6 +131,11 @@ class ChunkStorageManager:
     def fastest_tier(self) -> str:
         """Name of the tier that lookups and fetches promote to."""
         return self._stack.tiers[0].name
+
+    @property
+    def has_company(self) -> bool:
+        """Whether another process was seen to write to the disk that this one writes to."""
+        return self._known.has_company
 
     def event_counts(self) -> Counter[str]:
         """Evictions, promotions, demotions, write errors and dropped writes since the start."""

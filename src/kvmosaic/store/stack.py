@@ -142,7 +142,8 @@ class TierStack:
                     self.counts["write_errors"] += self.writer.get(key) is not None
                 continue
             self._remove_doomed()
-            size = self.known.size(level, key)  # another process may have written it
+            size = self.known.size(level, key)
+            is_found = size is not None
             if size is None:
                 if tier.shares_budget and time.monotonic() >= self._stock_due:
                     self._take_stock(level)
@@ -156,8 +157,11 @@ class TierStack:
                     continue
             with self.lock:
                 self.known.changes += 1
-                if not self.known.due.covers(level, key):  # otherwise the new copy is deleted next
-                    self._adopt(level, key, size)
+                if self.known.due.covers(level, key):  # the new copy is deleted next
+                    continue
+                if is_found:
+                    self.known.adopt_found(level, key, size)
+                self._adopt(level, key, size)
 
     def _put(self, level: int, entry: ChunkKV) -> int | None:
         """Store an entry at ``level``. Returns the bytes it takes, or ``None`` when the tier failed."""

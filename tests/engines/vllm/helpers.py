@@ -451,6 +451,11 @@ def waiting_fills(llm: LLM) -> int:
     return len(scheduler_side(llm)._backlog)
 
 
+def has_company(llm: LLM) -> bool:
+    """Whether the scheduler was told that another process writes to the disk."""
+    return scheduler_side(llm)._mirror._has_company
+
+
 def learnt_costs(llm: LLM) -> Any:
     """Costs of the first rank: by stage, the seconds as a line over tokens."""
     return scheduler_side(llm)._admission._costs[0]

@@ -205,10 +205,11 @@ def test_a_server_with_a_remote_tier(command, tmp_path):
 
 @pytest.mark.usefixtures("documents")
 def test_two_servers_share_a_folder(tmp_path):
-    """Both run at once, and find what the command filled ahead of time."""
-    warming, variable, *servers = [each.replace("/var/cache/kv", str(tmp_path / "kv")) for each in SHARED]
+    """Both run at once, and find what the command filled ahead of time, and what the other stores later."""
+    folder, later = tmp_path / "kv", BAKERY.replace("bakery", "mill")
+    warming, variable, *servers = [each.replace("/var/cache/kv", str(folder)) for each in SHARED]
     warm(warming, MODEL)
-    assert len(list(tmp_path.joinpath("kv").rglob("*.safetensors"))) == 2
+    assert stored_documents(folder) == 2
     with (
         started(servers[0], tmp_path / "first", before=variable) as first,
         started(servers[1], tmp_path / "second", before=variable) as second,
@@ -217,6 +218,18 @@ def test_two_servers_share_a_folder(tmp_path):
             ask(url, [BAKERY, FERRY], number)
             assert counted(url, "chunk_hits_total", tier="disk") == 2
             assert counted(url, "chunks_filled_total") == 0
+        for number in range(2, 12):
+            if stored_documents(folder) == 3:
+                break
+            ask(first, [later, FERRY], number)
+        ask(second, [FERRY, later], 12)
+        assert counted(second, "chunk_hits_total", tier="disk") == 3
+        assert counted(second, "chunks_filled_total") == 0
+
+
+def stored_documents(folder):
+    """Number of documents in a folder. The ends of system prompts, which are stored as well, have fewer tokens."""
+    return sum(int(path.stem.split("-")[1]) > 100 for path in folder.rglob("*.safetensors"))
 
 
 @pytest.mark.usefixtures("documents")
@@ -229,15 +242,16 @@ def test_warming_with_two_ranks(command, tmp_path, tiny_text):
 
 @pytest.mark.parametrize("command", DIRECTLY)
 def test_vllm_itself_with_our_connector(command, tmp_path):
-    """Without the middleware, requests have to name their documents."""
+    """Without the middleware, requests have to name their documents. Each begins differently, because vLLM's prefix
+    cache answers a prompt that was prefilled before."""
     with started(command, tmp_path / "log", str(resolve(MODEL))) as url:
-        for order in ([FERRY, BAKERY], [BAKERY, FERRY]) * 5:
+        for number, order in enumerate(([FERRY, BAKERY], [BAKERY, FERRY]) * 5):
             named = {"documents": [FERRY, BAKERY]}
             post(
                 f"{url}/v1/completions",
                 {
                     "model": str(resolve(MODEL)),
-                    "prompt": "\n\n".join([*order, "Who owns the bakery?"]),
+                    "prompt": "\n\n".join([f"Question {number}.", *order, "Who owns the bakery?"]),
                     "max_tokens": 32,
                     "kv_transfer_params": named,
                 },

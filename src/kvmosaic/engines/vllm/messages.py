@@ -272,6 +272,10 @@ class RankReport:
     """The recomputed tokens, by request whose load is reported."""
     adapters: dict[int, bytes] = field(default_factory=dict)
     """Digests of adapters that vLLM has loaded since the last report, by number."""
+    sources: dict[bytes, str] = field(default_factory=dict)
+    """Tiers that had the entries that these fetches brought, by content hash."""
+    has_company: bool = False
+    """Whether another process was seen to write to its disk."""
     ended_fills: frozenset[bytes] = frozenset()
     """Content hashes of chunks whose filling in the background is over, whether they are stored or not."""
     is_all: bool = False

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from urllib.parse import quote
 
@@ -99,10 +99,9 @@ class DiskTier(Tier):
         *folders, name = entry_path(key).parts
         try:
             with folder_below(self._root, folders) as folder:
-                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                return _size_of(name, folder)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None  # a put replaces anything else
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         *folders, name = parts = entry_path(key).parts
@@ -138,11 +137,14 @@ class DiskTier(Tier):
         return size
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        held = []
-        for key in keys:
-            held.append(self.size(key) is not None)
-            self.progress += 1
-        return held
+        held: dict[ChunkKey, bool] = {}
+        paths = [(key, entry_path(key).parts) for key in keys]
+        for folders, inside in groupby(paths, key=lambda each: each[1][:-1]):  # an engine's are in one folder
+            with suppress(FileNotFoundError, NotADirectoryError), folder_below(self._root, folders) as folder:
+                for key, (*_, name) in inside:
+                    held[key] = _size_of(name, folder) is not None
+                    self.progress += 1
+        return [held.get(key, False) for key in keys]
 
     def delete(self, key: ChunkKey) -> None:
         self.progress += 1
@@ -251,3 +253,12 @@ class DiskTier(Tier):
                 for name in stale:
                     with suppress(OSError):
                         os.unlink(name, dir_fd=folder)
+
+
+def _size_of(name: str, folder: int) -> int | None:
+    """Bytes of a regular file in an open folder; ``None`` if there is none. A put replaces anything else."""
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -58,7 +58,10 @@ class GuardedTier(Tier):
         sizes: list[int] = []
 
         def get() -> ChunkKV | None:
-            sizes.append(self._tier.size(key) or 0)
+            size = self._tier.size(key)
+            if size is None:
+                return None
+            sizes.append(size)
             return self._tier.get(key)
 
         return self._breaker.call(get, lambda: sum(sizes))

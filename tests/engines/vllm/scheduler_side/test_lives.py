@@ -290,10 +290,10 @@ class Lives(RuleBasedStateMachine):
         window=st.sampled_from([None, None, 20]),
         policy=st.sampled_from(["background", "fill-first", "never"]),
         prefixes=st.booleans(),
-        remote=st.booleans(),
+        place=st.sampled_from([{}, {"disk_path": "/nowhere"}, {"remote": "valkey://nowhere:6379/0"}]),
         seed=st.integers(0, 100),
     )
-    def start(self, blocks, ranks, is_async, window, policy, prefixes, remote, seed):
+    def start(self, blocks, ranks, is_async, window, policy, prefixes, place, seed):
         self.engine = Simulation(
             blocks=blocks,
             ranks=ranks,
@@ -301,8 +301,8 @@ class Lives(RuleBasedStateMachine):
             window=window,
             miss_policy=policy,
             prefix_blocks=prefixes,
-            remote="valkey://nowhere:6379/0" if remote else None,
             seed=seed,
+            **place,
         )
         self.count = 0
         for number, document in enumerate(DOCUMENTS):

@@ -16,6 +16,7 @@ from tests.engines.vllm.scheduler_side.prefixes import prefix_digests
 
 PROMPT = text(5, 3 * SEGMENT + 10)
 REMOTE = {"remote": "valkey://nowhere:6379/0"}
+DISK = {"disk_path": "/nowhere"}
 
 
 def stored(count, *, tier="host", **settings):
@@ -241,14 +242,25 @@ def test_an_abort_while_a_plain_request_waits_releases():
     side.report(fetched=["plain"])
 
 
-def test_of_a_shared_pool_everything_is_asked_for():
-    side = stored(1, **REMOTE)
+@pytest.mark.parametrize("place", [REMOTE, DISK], ids=["remote", "disk"])
+def test_of_a_shared_pool_everything_is_asked_for(place):
+    side = stored(1, **place)
     request = side.add(plain())
     assert side.matched(request) is None
     [fetch] = side.step().fetches
     assert [digest for digest, _ in fetch.chunks] == prefix_digests(PROMPT)[1:3]
     side.report({prefix_digests(PROMPT)[1]: "host"}, fetched=["plain"])
     assert side.matched(request) == 2 * SEGMENT
+
+
+def test_a_busy_engine_asks_its_disk_once_it_has_company():
+    side = stored(1, **DISK)
+    side.run()
+    assert side.matched(side.add(plain())) == SEGMENT
+    side = stored(1, **DISK)
+    side.report(has_company=True)
+    side.run()
+    assert side.matched(side.add(plain())) is None
 
 
 def test_of_a_shared_pool_nothing_is_asked_for_that_the_prefix_cache_has():

@@ -60,13 +60,13 @@ def test_which_policies_look_at_the_prompt(ratio, policy, is_probed):
 def test_it_has_arrived_when_all_ranks_have_fetched():
     ours = plan(ask_about(FIRST))
     assert (ours.has_fetched, ours.has_arrived) == (False, False)
-    ours.arrived(0, frozenset())  # a rank answers an earlier fetch
+    ours.arrived(0, frozenset(), {})  # a rank answers an earlier fetch
     ours.wait_for(2)
     assert (ours.has_fetched, ours.has_arrived) == (True, False)
-    ours.arrived(1, frozenset())
-    ours.arrived(1, frozenset())
+    ours.arrived(1, frozenset(), {})
+    ours.arrived(1, frozenset(), {})
     assert not ours.has_arrived
-    ours.arrived(0, frozenset())
+    ours.arrived(0, frozenset(), {})
     assert ours.has_arrived
     ours.reset_after_alloc()
     assert (ours.has_fetched, ours.has_arrived) == (False, False)

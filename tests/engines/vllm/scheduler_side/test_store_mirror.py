@@ -1,5 +1,7 @@
 """The scheduler's view of the workers' stores."""
 
+import pytest
+
 from kvmosaic.engines.results import Fallback
 from kvmosaic.engines.vllm.messages import RankReport
 from kvmosaic.engines.vllm.scheduler_side.store_mirror import StoreMirror
@@ -35,7 +37,26 @@ def test_one_rank_that_does_not_know_its_weights_counts_for_all():
         mirror.update(
             RankReport(rank=rank, fastest="host", changes={}, fetched={}, costs={}, is_off=False, tiers=tiers)
         )
-    assert (mirror.off_reason, mirror.may_lag_behind_others) == (Fallback.WEIGHTS, False)
+    assert mirror.off_reason is Fallback.WEIGHTS
+
+
+@pytest.mark.parametrize("tiers", ["all", "memory"])
+@pytest.mark.parametrize("has_company", [False, True])
+@pytest.mark.parametrize(("has_remote", "has_disk"), [(False, False), (True, False), (False, True), (True, True)])
+def test_others_may_have_stored_what_a_rank_does_not_know(has_remote, has_disk, has_company, tiers):
+    """A busy engine asks its disk only if somebody else was seen to write to it."""
+    mirror = StoreMirror(2, has_remote=has_remote, has_disk=has_disk)
+
+    def tell(rank, **news):
+        mirror.update(RankReport(rank=rank, fastest="host", changes={}, fetched={}, costs={}, is_off=False, **news))
+
+    tell(0, has_company=has_company)
+    tell(1, tiers=tiers)
+    is_usable = tiers == "all"
+    assert mirror.may_lag_behind_others(is_alone=True) is (is_usable and (has_remote or has_disk))
+    tell(0)  # what was once seen is remembered
+    is_asked = has_remote or (has_disk and has_company)
+    assert mirror.may_lag_behind_others(is_alone=False) is (is_usable and is_asked)
 
 
 def test_a_chunk_can_be_stored_if_every_rank_has_room_for_it():

@@ -9,6 +9,7 @@ from kvmosaic.engines.vllm.scheduler_side.patience import LEAST_SECONDS, LEAST_S
 from tests.engines.vllm.scheduler_side.fakes import FIRST, SECOND, Side, ask_about, digest_of, make_request, text
 
 REMOTE = {"remote": "valkey://nowhere:6379/0"}
+DISK = {"disk_path": "/nowhere"}
 
 
 class Clock:
@@ -433,7 +434,7 @@ def test_who_needs_nothing_after_all_releases_what_was_fetched():
     assert not work.loads
 
 
-# --- the remote tier
+# --- tiers in which other engines store entries
 
 
 def test_the_remote_tier_is_asked_for_what_nobody_knows():
@@ -443,13 +444,38 @@ def test_the_remote_tier_is_asked_for_what_nobody_knows():
     assert side.matched(request) is None
     assert fetches(side.step()) == [("request", of(SECOND))]
     side.store(SECOND)
-    side.report(fetched=["request"])
+    side.report(fetched=["request"], sources={digest_of(SECOND): "remote"})
     assert side.begin(request)[0] == 100
     report = side.scheduler.finished(request)
     assert [chunk["tier"] for chunk in report["chunks"]] == ["host", "remote"]
 
 
-def test_without_a_remote_tier_nobody_is_asked():
+def test_an_engine_without_other_requests_asks_its_disk_for_what_nobody_knows():
+    side = Side(**DISK)
+    request = side.add(ask_about(FIRST, SECOND))
+    assert side.matched(request) is None
+    assert fetches(side.step()) == [("request", of(FIRST, SECOND))]
+    side.store(SECOND)
+    side.report(fetched=["request"], sources={digest_of(SECOND): "disk"})
+    assert side.begin(request)[0] == 100
+    report = side.scheduler.finished(request)
+    assert [chunk["tier"] for chunk in report["chunks"] if chunk["status"] == "cached"] == ["disk"]
+
+
+def test_a_busy_engine_asks_its_disk_once_it_has_company():
+    """Before that, a request with new documents does not wait for a step of others."""
+    side = Side(**DISK)
+    side.run()
+    assert side.matched(side.add(ask_about(FIRST, name="at once"))) == 0
+    side.run()
+    assert not side.run().fetches
+    side.report(has_company=True)
+    request = side.add(ask_about(SECOND))
+    assert side.matched(request) is None
+    assert fetches(side.run()) == [("request", of(SECOND))]
+
+
+def test_without_a_slower_tier_nobody_is_asked():
     side = Side()
     side.store(FIRST)
     assert side.matched(side.add(ask_about(FIRST, SECOND))) == 100
@@ -464,7 +490,7 @@ def test_what_is_known_to_be_slow_and_what_is_unknown_are_fetched_together():
     assert fetches(side.step()) == [("request", of(SECOND, FIRST))]
     side.store(SECOND)
     side.store(FIRST)
-    side.report(fetched=["request"])
+    side.report(fetched=["request"], sources={digest_of(FIRST): "remote", digest_of(SECOND): "disk"})
     side.begin(request)
     assert [chunk["tier"] for chunk in side.ours(request).report["chunks"]] == ["remote", "disk"]
 

@@ -67,7 +67,6 @@ class PrefixScheduler:
         self._mark = EXACT if config.entry_dtype == "int8" else b""
         """Bytes that ranks add to the content hashes of segments in their reports."""
         self._is_on = config.prefix_blocks
-        self._is_pool_shared = config.remote is not None
         self._segment = shape.segment_tokens
         self._cut: OrderedDict[bytes, None] = OrderedDict()
         """Segments that were loaded into vLLM's blocks without their first tokens in layers with a sliding window."""
@@ -111,16 +110,16 @@ class PrefixScheduler:
                     self._cut.move_to_end(exact.digests[index])
                     self._salt(exact, index, index * self._segment)
 
-    def matched(self, request: Any, local: int, work: StepWork) -> int | None:
+    def matched(self, request: Any, local: int, work: StepWork, *, is_alone: bool) -> int | None:
         """Number of tokens after the first ``local`` that the store has; ``None`` while they are being fetched from
-        slower tiers."""
+        slower tiers. ``is_alone``: no other request is running."""
         exact = self._requests.get(request.request_id)
         if exact is None or request.skip_reading_prefix_cache:
             return 0
         exact.deadline = exact.deadline or time.monotonic() + self._patience(0)  # for ranks to list their entries
         if exact.waiting_for is None and self._mirror.is_complete:
             # Other engines may have stored segments in the meantime that this one does not know of.
-            is_shared = self._is_pool_shared and self._mirror.may_lag_behind_others
+            is_shared = self._mirror.may_lag_behind_others(is_alone=is_alone)
             end = request.num_tokens - 1 if is_shared else self._stored_until(exact, local)
             digests = [self._digest(exact, index) for index in range(local // self._segment, end // self._segment)]
             slow = [digest for digest in digests if not self._mirror.is_near(digest + self._mark)]

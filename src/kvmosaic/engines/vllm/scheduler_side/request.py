@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,6 @@ class ChunkRequest:
     """Number of leading tokens that vLLM's prefix cache had when it was last asked for."""
     lost: set[bytes] = field(default_factory=set)
     """Stored chunks that a fetch did not bring."""
-    asked_for: list[bytes] = field(default_factory=list)
-    """Chunks that are not known to be stored, and for which the remote tier was asked."""
     predicted: float | None = None
     """Predicted seconds for loading its chunks; ``None`` before a prediction, or without measured costs."""
     is_worth_it: bool = False
@@ -217,8 +215,9 @@ class ChunkRequest:
         self._waiting_for = set(range(ranks))
         self._fetching_since = time.monotonic()
 
-    def arrived(self, rank: int, lost: frozenset[bytes]) -> None:
-        """A rank has fetched its chunks, except stored ones that are ``lost``."""
+    def arrived(self, rank: int, lost: frozenset[bytes], sources: Mapping[bytes, str]) -> None:
+        """A rank has fetched its chunks from their ``sources``, except stored ones that are ``lost``."""
+        self.fetched_from |= {digest: sources[digest] for digest in self.fetched if digest in sources}
         if self._waiting_for:
             self._waiting_for.discard(rank)
         if lost:

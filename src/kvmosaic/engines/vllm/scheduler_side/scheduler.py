@@ -45,7 +45,8 @@ class ChunkScheduler:
         key = AdminKey.from_environment() if config.chunk_page else None
         self._page_pass = None if key is None else key.page_pass
         self._shape = shape
-        self._mirror = StoreMirror(shape.ranks)
+        has_remote, has_disk = config.remote is not None, config.disk_path is not None
+        self._mirror = StoreMirror(shape.ranks, has_remote=has_remote, has_disk=has_disk)
         self._planner = Planner(config, setup.parser, setup.sink, shape, self._mirror, setup.discovery())
         self._admission = Admission(config, shape, self._mirror)
         self._backlog = FillBacklog(shape)
@@ -138,7 +139,8 @@ class ChunkScheduler:
                 return None, False  # ``local`` was found by hashes without salts
         ours = self._requests.get(request.request_id)
         if ours is None:
-            return self.prefixes.matched(request, local, self._work), False
+            is_alone = not self._running
+            return self.prefixes.matched(request, local, self._work, is_alone=is_alone), False
         if ours.plain_because is not None and (local < ours.plain_tokens or ours.is_stale):
             ours.salt_blocks(self._shape)  # the blocks were evicted since it arrived, or their weights were replaced
             return None, False
@@ -242,7 +244,7 @@ class ChunkScheduler:
                 self.prefixes.fetched(rank.rank, request_id)
                 if request_id in self._requests:  # of other chunks, it was not known whether they are stored
                     stored = frozenset(filter(self._mirror.has, not_brought))
-                    self._requests[request_id].arrived(rank.rank, stored)
+                    self._requests[request_id].arrived(rank.rank, stored, rank.sources)
             for request_id, recomputed in rank.recomputed.items():
                 ours = self._requests.get(request_id)
                 if ours is not None and ours.report:

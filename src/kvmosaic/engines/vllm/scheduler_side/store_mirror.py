@@ -8,7 +8,11 @@ class StoreMirror:
     """Which entries every rank has, and in which tier. It may lag a step behind, so it decides what
     to wait for and what to report, never what is served."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, has_remote: bool = False, has_disk: bool = False) -> None:
+        """``has_remote``, ``has_disk``: whether there is a tier in which other engines may store entries."""
+        self._has_remote = has_remote
+        self._has_disk = has_disk
+        self._has_company = False
         self._tiers: list[dict[bytes, str]] = [{} for _ in range(ranks)]
         self._fastest: set[str] = set()
         self._in_use: dict[int, TiersInUse] = {}
@@ -24,10 +28,14 @@ class StoreMirror:
         """Whether every rank has listed its entries; each does so with its first step, and after a :meth:`clear`."""
         return len(self._in_use) == len(self._tiers) and not self._outdated
 
-    @property
-    def may_lag_behind_others(self) -> bool:
-        """Whether ranks use tiers to which other engines may write."""
-        return all(tiers == "all" for tiers in self._in_use.values())
+    def may_lag_behind_others(self, *, is_alone: bool) -> bool:
+        """Whether to ask slower tiers for entries that are not known, because other engines may have stored them.
+        ``is_alone``: no other request is running. Asking takes a step of the engine. In a quiet engine a step takes
+        milliseconds, and in a busy one it may be a whole prefill step of others. So a busy engine asks a disk only if
+        another process was seen to write to it."""
+        if any(tiers != "all" for tiers in self._in_use.values()):
+            return False
+        return self._has_remote or (self._has_disk and (is_alone or self._has_company))
 
     @property
     def off_reason(self) -> Fallback | None:
@@ -47,6 +55,7 @@ class StoreMirror:
         self._fastest.add(report.fastest)
         self._in_use[report.rank] = report.tiers
         self._has_failed |= report.is_off
+        self._has_company |= report.has_company
         self._max_tokens[report.rank] = report.max_stored_tokens
         tiers = self._tiers[report.rank]
         if report.is_all:

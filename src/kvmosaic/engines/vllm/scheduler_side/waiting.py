@@ -52,8 +52,6 @@ class WaitingRoom:
         if not request.has_fetched and self._mirror.is_complete and not self._fetch(request, local, work):
             return self._admission.why_not(request, local)
         if request.has_arrived:
-            request.fetched_from |= {digest: "remote" for digest in request.asked_for if self._mirror.has(digest)}
-            request.asked_for = []
             if not self._is_worth_it(request, local):  # it may have lost chunks, or found more
                 return self._admission.why_not(request, local)
             if self._is_being_filled(request, local) and request.has_patience(PATIENCE_SECONDS):
@@ -88,12 +86,11 @@ class WaitingRoom:
         faster."""
         chunks = {digest: len(span) for span, digest in request.chunks_from(local)}
         # Other engines may have stored chunks in the meantime that this one does not know of.
-        is_shared = self._config.remote is not None and self._mirror.may_lag_behind_others
-        request.asked_for = [digest for digest in chunks if is_shared and not self._mirror.has(digest)]
-        if not request.asked_for and not self._is_worth_it(request, local):
+        is_shared = self._mirror.may_lag_behind_others(is_alone=request.is_alone)
+        unknown = {digest: chunks[digest] for digest in chunks if is_shared and not self._mirror.has(digest)}
+        if not unknown and not self._is_worth_it(request, local):
             return False
-        asked_for = {digest: chunks[digest] for digest in request.asked_for}
-        self._begin_fetch(request, self._slow(request, local) | asked_for, work)
+        self._begin_fetch(request, self._slow(request, local) | unknown, work)
         return True
 
     def _slow(self, request: ChunkRequest, local: int) -> dict[bytes, int]:

@@ -36,6 +36,8 @@ class FetchEnd(NamedTuple):
     seconds: float
     not_brought: frozenset[bytes]
     """Content hashes of the entries that are not available to the request."""
+    sources: Mapping[bytes, str]
+    """Tiers that had the entries that it brought, by content hash."""
 
 
 @dataclass(eq=False)
@@ -49,6 +51,8 @@ class _Fetch:
     pins: ExitStack = field(default_factory=ExitStack)
     entries: dict[ChunkKey, Fetched] = field(default_factory=dict)
     """Fetched entries for which the fastest tier had no room."""
+    sources: dict[bytes, str] = field(default_factory=dict)
+    """Tiers that had the fetched entries, by content hash."""
     is_released: bool = False
     """Whether it is no longer needed, or its entries must not be used."""
     asked_for: int = 0
@@ -198,6 +202,7 @@ class ChunkFetcher:
             with self._lock:
                 if fetch.is_released:
                     return
+                fetch.sources[each.entry.key.content_hash] = each.tier
                 has_room = self._held_bytes + taken_bytes(each.entry.data) <= HELD_BYTES
                 if fetch.request_id is not None and not each.is_near and has_room:
                     fetch.entries[each.entry.key] = each
@@ -208,4 +213,5 @@ class ChunkFetcher:
         with self._lock:
             if fetch.request_id is not None and self._fetches.get(fetch.request_id) is fetch:
                 seconds = time.perf_counter() - fetch.begin
-                self._finished[fetch.request_id] = FetchEnd(seconds, frozenset(key.content_hash for key in missing))
+                not_brought = frozenset(key.content_hash for key in missing)
+                self._finished[fetch.request_id] = FetchEnd(seconds, not_brought, fetch.sources)

@@ -197,7 +197,7 @@ class WorkerSide:
             self.fetcher.release(request_id)
         for fetch in work.fetches:
             if is_closed:  # the scheduler does not know this yet
-                self._fetched[fetch.request_id] = FetchEnd(0.0, frozenset(digest for digest, _ in fetch.chunks))
+                self._fetched[fetch.request_id] = FetchEnd(0.0, frozenset(digest for digest, _ in fetch.chunks), {})
                 continue
             keys = [self.cache.key_of_hash(*chunk, is_exact=fetch.is_exact) for chunk in fetch.chunks]
             self.fetcher.start(fetch.request_id, keys)
@@ -280,6 +280,9 @@ class WorkerSide:
                     max_stored_tokens=self.cache.max_stored_tokens,
                     recomputed=recomputed if self.ranks.rank == 0 else {},
                     adapters=adapters,
+                    sources={digest: tier for each in fetched.values() for digest, tier in each.sources.items()},
+                    # Ranks with the same heads write the same files, so each would take the others for company.
+                    has_company=self.cache.store.has_company and self.ranks.share.replicas == 1,
                     ended_fills=ended_fills,
                     is_all=is_all,
                 )
