@@ -27,6 +27,7 @@ from kvmosaic.engines.vllm.compat.graphs import (
     add_larger_graphs,
     drop_larger_graphs,
     graph_size,
+    has_room_for_graphs,
     larger_graphs,
 )
 from kvmosaic.engines.vllm.compat.layers import _Announced
@@ -101,45 +102,64 @@ def test_a_draft_model_in_a_group_of_its_own_is_refused_by_its_name():
     assert "owner/draft" in line
 
 
-@pytest.mark.parametrize(
-    ("changes", "free", "added"),
-    [
-        ({}, 2**40, [1152, 1024, 896, 768, 640]),
-        ({"max_num_tokens": 512}, 2**40, []),
-        ({"lora_config": object()}, 2**40, []),
-        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, 2**40, []),
-        ({}, 2**20, []),
-    ],
-)
-def test_vllm_captures_larger_graphs_too_where_they_can_be_used(changes, free, added, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    own = [
-        BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None) for size in (512, 256, 1)
-    ]
+def runner_with_graphs(*sizes, **changes):
+    """A runner of vLLM that has piecewise graphs of some sizes, not captured yet."""
+    graphs = [BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None) for size in sizes]
     manager = SimpleNamespace(
-        _capture_descs={CUDAGraphMode.PIECEWISE: own},
+        _capture_descs={CUDAGraphMode.PIECEWISE: graphs},
         _graphs_captured=False,
         compilation_config=SimpleNamespace(splitting_ops=["vllm::unified_kv_cache_update"]),
-        device="cuda",
     )
+    text = SimpleNamespace(num_hidden_layers=32, hidden_size=4096)
     runner = SimpleNamespace(
         cudagraph_manager=manager,
+        device=torch.device("cuda"),
         lora_config=None,
         max_num_tokens=1200,
-        model_config=SimpleNamespace(use_mla=False),
+        model_config=SimpleNamespace(use_mla=False, max_model_len=8192, hf_text_config=text),
         model_state=None,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
     vars(runner).update(changes)
+    return runner
+
+
+def sizes_of(runner):
+    return [graph.num_tokens for graph in runner.cudagraph_manager._capture_descs[CUDAGraphMode.PIECEWISE]]
+
+
+SHORT = SimpleNamespace(use_mla=False, max_model_len=800)
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "added"),
+    [
+        ((512, 256, 1), {}, [1152, 1024, 896, 768, 640]),
+        ((1000, 512), {}, [1152, 1024]),
+        ((512, 1), {"max_num_tokens": 512}, []),
+        ((512, 1), {"model_config": SHORT}, [768, 640]),  # longer sequences have no rotary positions
+        ((16, 1), {}, []),  # all passes of 17 tokens and more would be padded to 640
+        ((512, 1), {"lora_config": object()}, []),
+    ],
+)
+def test_vllm_captures_larger_graphs_too_where_they_can_be_used(own, changes, added):
+    runner = runner_with_graphs(*own, **changes)
     add_larger_graphs(runner)
-    assert [graph.num_tokens for graph in manager._capture_descs[CUDAGraphMode.PIECEWISE]] == [*added, 512, 256, 1]
-    assert graph_size(runner, 600) is None  # nothing is captured yet
-    manager._graphs_captured = True
+    assert sizes_of(runner) == [*added, *own]
+    assert graph_size(runner, own[0] + 1) is None  # nothing is captured yet
+    runner.cudagraph_manager._graphs_captured = True
     assert larger_graphs(runner) == added[::-1]
-    assert graph_size(runner, 600) == (640 if added else None)
+    assert graph_size(runner, own[0] + 1) == (added[-1] if added else None)
     drop_larger_graphs(runner)
     assert not larger_graphs(runner)
-    assert [graph.num_tokens for graph in manager._capture_descs[CUDAGraphMode.PIECEWISE]][-3:] == [512, 256, 1]
+    assert sizes_of(runner) == list(own)
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "has_room"), [("cuda", 2.1, True), ("cuda", 1.9, False), ("cpu", 99, False)]
+)
+def test_larger_graphs_need_memory(device, free, has_room, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 2**40))
+    assert has_room_for_graphs(runner_with_graphs(512, device=torch.device(device))) is has_room
 
 
 def test_a_runner_without_graphs_gets_none():

@@ -16,10 +16,9 @@ from kvmosaic.core.config import load_config
 from kvmosaic.core.errors import ConfigError
 from kvmosaic.engines.vllm.arguments import CONNECTOR
 from kvmosaic.engines.vllm.compat.cache import keeping_all_tokens
-from kvmosaic.engines.vllm.compat.graphs import add_larger_graphs
 from kvmosaic.engines.vllm.compat.running import make_stage_inputs
 from kvmosaic.engines.vllm.compat.weights import CHANGING, watch_calls
-from kvmosaic.engines.vllm.forward.graph_trial import try_larger_graphs
+from kvmosaic.engines.vllm.forward.graph_trial import plan_larger_graphs, try_larger_graphs
 
 if TYPE_CHECKING:
     from kvmosaic.engines.vllm.worker_side.side import WorkerSide
@@ -74,9 +73,9 @@ class ChunkWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         return keeping_all_tokens(super().get_kv_cache_spec())
 
     def compile_or_warm_up_model(self) -> Any:
-        add_larger_graphs(self.model_runner)
-        result = super().compile_or_warm_up_model()
         side = _worker_side()
+        plan_larger_graphs(self.model_runner, side.ranks)
+        result = super().compile_or_warm_up_model()
         try_larger_graphs(side.forward, self.model_runner, side.ranks)
         return result
 

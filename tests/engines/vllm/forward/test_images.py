@@ -1,6 +1,7 @@
 """Sequences with images: which embeddings and rotary positions their runs have. Positions are those of a real model's
 function; embeddings are numbered."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -135,6 +136,17 @@ def load_of(chunks):
         images=IMAGES,
         **told,
     )
+
+
+def test_loads_of_a_step_share_their_images_with_their_own_parts_only():
+    """Otherwise an image that is computed twice would be encoded twice."""
+    images = LoadImages(NumberedImages())
+    first, second = load_of([Span(0, 5)]), replace(load_of([Span(0, 5)]), request_id="b")
+    made = [images.of(first), images.of(second)]
+    assert made[0] is not made[1]
+    assert [images.of(first), images.of(second)] == made
+    images.forget()
+    assert images.of(first) not in made
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,19 @@ def test_a_chunk_that_one_rank_lacks_is_no_chunk_to_wait_for():
     assert side.matched(request) == 100
 
 
+def test_a_set_that_cannot_shrink_in_this_model_is_not_loaded():
+    """Once workers have found that: they would compute all of a prompt in one step."""
+    shrinking = {"recompute_ratio": 0.2, "policy": "kv-deviation(layers=1+2)"}
+    side = Side()
+    side.store(FIRST, SECOND)
+    assert side.matched(side.add(ask_about(FIRST, SECOND, name="first", **shrinking))) == 100
+    side.report(cannot_narrow=True)
+    assert side.matched(side.add(ask_about(FIRST, SECOND, name="second", **shrinking))) == 0
+    assert side.counts("fallbacks") == {"shrinking-set": 1}
+    one_layer = shrinking | {"policy": "kv-deviation(layers=1)"}
+    assert side.matched(side.add(ask_about(FIRST, SECOND, name="third", **one_layer))) == 100
+
+
 def test_only_chunks_behind_the_prefix_cache_are_fetched():
     side = Side()
     side.store(FIRST, SECOND, tier="disk")

@@ -12,8 +12,9 @@ from vllm.forward_context import BatchDescriptor
 LARGER_SIZES = range(640, 2561, 128)
 """Sizes, in tokens, of graphs that vLLM does not have by default. A load of 16,384 tokens recomputes 2,458 at 15 %.
 Larger passes keep a GPU busy without graphs."""
-NEEDED_BYTES = 2 * 2**30
-"""Free memory without which no larger graphs are made. In an 8B model they take less than half of it."""
+NEEDED_BYTES = 2**14
+"""Free memory without which no larger graphs are made, per layer and column of the hidden state: 2 GiB for 32 layers
+of 4,096. An estimate on the safe side, because vLLM's own graphs come out of the same memory."""
 
 
 def graph_size(runner: Any, tokens: int) -> int | None:
@@ -25,29 +26,39 @@ def graph_size(runner: Any, tokens: int) -> int | None:
     return min((graph.num_tokens for graph in _piecewise(manager) if graph.num_tokens >= tokens), default=None)
 
 
+def has_room_for_graphs(runner: Any) -> bool:
+    """Whether there is memory for graphs of :data:`LARGER_SIZES`."""
+    if runner.device.type != "cuda":
+        return False
+    shape = runner.model_config.hf_text_config
+    needed = NEEDED_BYTES * shape.num_hidden_layers * shape.hidden_size
+    return bool(torch.cuda.mem_get_info(runner.device)[0] >= needed)
+
+
 def add_larger_graphs(runner: Any) -> None:
-    """Have vLLM capture graphs of :data:`LARGER_SIZES` as well, which its own steps do not use. To be called when its
-    cache is allocated, and before it captures. On many hosts, launching the kernels of a pass takes longer than
-    running them, even for two thousand tokens."""
-    if not _can_feed(runner) or runner.parallel_config.pipeline_parallel_size > 1:
+    """Have vLLM capture graphs of :data:`LARGER_SIZES` as well, which its own steps do not use. To be called on all
+    ranks or on none, when the cache is allocated and before vLLM captures. On many hosts, launching the kernels of a
+    pass takes longer than running them, even for two thousand tokens."""
+    graphs = _piecewise(runner.cudagraph_manager) if _can_feed(runner) else []
+    largest = max(graphs, key=lambda graph: graph.num_tokens, default=None)
+    # Small passes would be padded to the first of these sizes if vLLM's graphs ended far below it.
+    if largest is None or largest.num_tokens < LARGER_SIZES.start - LARGER_SIZES.step:
         return
-    manager = runner.cudagraph_manager
-    graphs = _piecewise(manager)
-    if not graphs or torch.cuda.mem_get_info(manager.device)[0] < NEEDED_BYTES:
-        return
-    largest = max(graphs, key=lambda graph: graph.num_tokens)
-    sizes = [size for size in LARGER_SIZES if largest.num_tokens < size <= runner.max_num_tokens]
+    most = min(runner.max_num_tokens, runner.model_config.max_model_len)
+    sizes = [size for size in LARGER_SIZES if largest.num_tokens < size <= most]
     # vLLM captures large graphs first, so that small ones find memory in their pool.
     larger = [replace(largest, num_tokens=size) for size in reversed(sizes)]
-    manager._capture_descs[CUDAGraphMode.PIECEWISE] = [*larger, *graphs]
+    runner.cudagraph_manager._capture_descs[CUDAGraphMode.PIECEWISE] = [*larger, *graphs]
 
 
 def larger_graphs(runner: Any) -> list[int]:
-    """Sizes of the captured graphs of :data:`LARGER_SIZES`, ascending."""
+    """Sizes of the captured graphs of :data:`LARGER_SIZES` that a sequence may have, ascending."""
     manager = getattr(runner, "cudagraph_manager", None)
     if not getattr(manager, "_graphs_captured", False) or not _can_feed(runner):
         return []
-    return sorted(graph.num_tokens for graph in _piecewise(manager) if graph.num_tokens in LARGER_SIZES)
+    most = runner.model_config.max_model_len
+    sizes = (graph.num_tokens for graph in _piecewise(manager))
+    return sorted(size for size in sizes if size in LARGER_SIZES and size <= most)
 
 
 def drop_larger_graphs(runner: Any) -> None:

@@ -1,11 +1,17 @@
-"""Compares passes in large CUDA graphs with the same passes without graphs, before any request depends on them."""
+"""Larger CUDA graphs than vLLM's own, for passes of loads. They are compared with passes without graphs, before any
+request depends on them."""
 
 import logging
 from typing import Any
 
 import torch
 
-from kvmosaic.engines.vllm.compat.graphs import drop_larger_graphs, larger_graphs
+from kvmosaic.engines.vllm.compat.graphs import (
+    add_larger_graphs,
+    drop_larger_graphs,
+    has_room_for_graphs,
+    larger_graphs,
+)
 from kvmosaic.engines.vllm.forward.ranks import Ranks
 from kvmosaic.engines.vllm.forward.runs import Run
 from kvmosaic.engines.vllm.forward.sparse import SparseForward
@@ -20,27 +26,33 @@ MOST_DIFFERENT = 0.1
 tenth of the tokens may be routed to other experts by chance. Wrong inputs give about 1.4."""
 
 
+def plan_larger_graphs(runner: Any, ranks: Ranks) -> None:
+    """Have vLLM capture larger graphs as well, if all ranks have memory for them: they capture together."""
+    if ranks.stages == 1 and all(ranks.gather(has_room_for_graphs(runner))):
+        add_larger_graphs(runner)
+
+
 def try_larger_graphs(forward: SparseForward, runner: Any, ranks: Ranks) -> None:
     """Try the smallest and the largest of the graphs that were captured for us. If one gives other results than the
     model, none of them is used. To be called before any block is in use."""
-    sizes = larger_graphs(runner)
+    sizes = larger_graphs(runner)  # the same on all ranks
     if not sizes:
         return
-    difference = float("inf")
-    try:
-        difference = max(_difference(forward, runner, tokens - PADDED) for tokens in (sizes[0], sizes[-1]))
-    except Exception:
-        logger.exception("CUDA graphs of passes of %d to %d tokens could not be tried", sizes[0], sizes[-1])
-    difference = max(ranks.gather(difference))
-    if not difference <= MOST_DIFFERENT:
-        drop_larger_graphs(runner)
-        if ranks.rank == 0:
-            logger.warning(
-                "passes of %d tokens and more do without CUDA graphs, because results differ by %.3f from those of "
-                "the model; answers are right, but reuse is slower; please report this",
-                sizes[0],
-                difference,
-            )
+    mine = ranks.together(
+        lambda: max(_difference(forward, runner, tokens - PADDED) for tokens in (sizes[0], sizes[-1])),
+        "trying CUDA graphs of larger passes",
+    )
+    difference = max(ranks.gather(float("inf") if mine is None else mine))
+    if difference <= MOST_DIFFERENT:
+        return
+    drop_larger_graphs(runner)
+    if ranks.rank == 0:
+        logger.warning(
+            "passes of %d tokens and more do without CUDA graphs, because results differ by %.3f from those of the "
+            "model; answers are right, but reuse is slower; please report this",
+            sizes[0],
+            difference,
+        )
 
 
 def _difference(forward: SparseForward, runner: Any, tokens: int) -> float:

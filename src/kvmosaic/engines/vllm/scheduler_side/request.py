@@ -56,7 +56,8 @@ class ChunkRequest:
     is_worth_it: bool = False
     """Whether reuse was predicted to be faster than a plain prefill."""
     load_end: int = field(init=False)
-    """Position up to which its load goes: the question's start, or the prompt's last token."""
+    """Position up to which its load goes: the question's start, or that of the prompt's last token. If vLLM's prefix
+    cache has a part of the question, nothing is loaded, and it is the end of that part."""
     needed: tuple[int, int] | None = None
     """Number of tokens in vLLM's prefix cache when room for it was last checked, and the approximate cost of its
     load, in tokens."""
@@ -98,6 +99,11 @@ class ChunkRequest:
     @property
     def _may_be_probed(self) -> bool:
         return 0 < self.ratio < 1 and policy_named(self.policy).reads_content
+
+    @property
+    def narrows(self) -> bool:
+        """Whether its set of recomputed tokens shrinks from layer to layer."""
+        return 0 < self.ratio < 1 and policy_named(self.policy).narrows
 
     @property
     def has_fetched(self) -> bool:

@@ -13,6 +13,8 @@ class StoreMirror:
         self._has_remote = has_remote
         self._has_disk = has_disk
         self._has_company = False
+        self.cannot_narrow = False
+        """Whether sets of tokens cannot shrink from layer to layer in this model."""
         self._tiers: list[dict[bytes, str]] = [{} for _ in range(ranks)]
         self._fastest: set[str] = set()
         self._in_use: dict[int, TiersInUse] = {}
@@ -56,6 +58,7 @@ class StoreMirror:
         self._in_use[report.rank] = report.tiers
         self._has_failed |= report.is_off
         self._has_company |= report.has_company
+        self.cannot_narrow |= report.cannot_narrow
         self._max_tokens[report.rank] = report.max_stored_tokens
         tiers = self._tiers[report.rank]
         if report.is_all:

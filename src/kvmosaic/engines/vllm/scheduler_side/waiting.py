@@ -46,6 +46,8 @@ class WaitingRoom:
         off_reason = self._mirror.off_reason
         if off_reason is not None and not request.begins_inside(local):
             return off_reason
+        if self._mirror.cannot_narrow and request.narrows and not request.begins_inside(local):
+            return Fallback.SHRINKING_SET  # workers would compute all of it in one step
         request.load_end = max(local, request.prompt.question.start)
         if request.load_end == local:
             return 0

@@ -14,7 +14,7 @@ from kvmosaic.engines.vllm.messages import ChunkLoad
 from kvmosaic.engines.vllm.paged.base import RequestBlocks
 from kvmosaic.engines.vllm.telemetry.timing import StageTimer
 from kvmosaic.engines.vllm.worker_side.images import LoadImages
-from kvmosaic.engines.vllm.worker_side.probe import VllmProbe, probe_questions
+from kvmosaic.engines.vllm.worker_side.probe import VllmProbe
 
 REMEMBERED = 1024
 """Maximum number of prompts whose choice is remembered."""
@@ -51,6 +51,8 @@ class Blend(NamedTuple):
     """Earlier choice for the same prompt, if there is one."""
     needs_context: bool
     """Whether all tokens in no chunk before the question have to be computed before the choice."""
+    asks_at: tuple[int, ...] = ()
+    """Layers at which the policy will ask for the question's attention."""
 
 
 class Blender:
@@ -87,10 +89,12 @@ class Blender:
             known = None
         if known is not None:
             return Blend(load, probe, known, known.computed_layer is not None)
-        needs_context = self._ranks.together(
-            lambda: policy_named(load.policy).probes(probe, load.ratio), f"policy {load.policy}"
+        policy = policy_named(load.policy)
+        plan = self._ranks.together(
+            lambda: (policy.probes(probe, load.ratio), tuple(policy.asks_at(probe, load.ratio))),
+            f"policy {load.policy}",
         )
-        return None if needs_context is None else Blend(load, probe, None, needs_context)
+        return None if plan is None else Blend(load, probe, None, *plan)
 
     def choose(self, blends: Sequence[Blend]) -> list[Choice | None]:
         """The tokens to recompute of each blend, from its load's start on. ``None`` if choosing failed on some rank;
@@ -106,18 +110,17 @@ class Blender:
     def _ask_together(self, blends: Sequence[Blend]) -> None:
         """Compute what policies will ask about several prompts in one pass. If that fails, each asks alone."""
         asked: dict[tuple[int, ...], list[VllmProbe]] = {}
-        for load, probe, *_ in blends:
-            layers = tuple(policy_named(load.policy).asks_at(probe, load.ratio))
-            if layers:
-                asked.setdefault(layers, []).append(probe)
+        for blend in blends:
+            if blend.asks_at:
+                asked.setdefault(blend.asks_at, []).append(blend.probe)
         for layers, probes in asked.items():
             if len(probes) > 1:
-                weights = self._ranks.together(lambda: probe_questions(probes, layers), "probing questions")  # noqa: B023
+                weights = self._ranks.together(lambda: VllmProbe.ask(probes, layers), "probing questions")  # noqa: B023
                 for probe, each in zip(probes, weights or (), strict=weights is not None):
                     probe.know(layers, each)
 
     def _choose(self, blend: Blend) -> Choice | None:
-        load, probe, choice, _ = blend
+        load, probe, choice, *_ = blend
         if not probe.chunk_tokens or load.ratio == 0:
             return Choice(np.empty(0, dtype=np.int64))
         if load.ratio == 1:
@@ -157,6 +160,6 @@ class Blender:
 
 def _is_looked_at(blend: Blend) -> bool:
     """Whether a policy is asked that may look at the prompt."""
-    load, probe, known, _ = blend
+    load, probe, known, *_ = blend
     is_asked = known is None and bool(probe.chunk_tokens) and 0 < load.ratio < 1
     return is_asked and load.may_probe and policy_named(load.policy).reads_content

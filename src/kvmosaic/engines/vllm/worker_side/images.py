@@ -9,27 +9,27 @@ from kvmosaic.engines.vllm.messages import ChunkLoad, Images
 
 
 class LoadImages:
-    """Makes :class:`SequenceImages` of loads and of their chunks. All parts of a load share one, so that each image
-    is encoded at most once."""
+    """Makes :class:`SequenceImages` of loads and of their chunks. All parts of a load share one, so that each of its
+    images is encoded at most once."""
 
     def __init__(self, model: ImageModel | None) -> None:
         """``model``: the part of the model that reads images; ``None`` if it cannot be used."""
         self._model = model
-        self._latest: tuple[ChunkLoad, SequenceImages] | None = None
+        self._made: dict[str, SequenceImages] = {}
+        """Of the loads of a step, by request."""
 
     def of(self, load: ChunkLoad) -> SequenceImages | None:
         """The images of a request's sequence; ``None`` if it has none before its question."""
         if load.images is None:
             return None
-        if self._latest is None or self._latest[0] is not load:
-            made = self.sequence(load.images)
-            assert made is not None
-            self._latest = load, made
-        return self._latest[1]
+        made = self._made.get(load.request_id) or self.sequence(load.images)
+        assert made is not None
+        self._made[load.request_id] = made
+        return made
 
     def forget(self) -> None:
-        """Let go of the latest load, and of its embeddings."""
-        self._latest = None
+        """Let go of all loads, and of their embeddings."""
+        self._made.clear()
 
     def sequence(self, images: Images | None, behind: int = 0) -> SequenceImages | None:
         """The images of a sequence of ``behind`` tokens of text and then those of ``images``."""

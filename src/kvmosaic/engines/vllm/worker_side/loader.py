@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Due:
-    """Tokens of a request before its question that are still to be computed."""
+    """Tokens of a request that its load still has to compute."""
 
     runs: list[Run]
     load: ChunkLoad
@@ -52,7 +52,7 @@ class _Placed:
 
 
 class ChunkLoader:
-    """Loads the KV of requests, up to their questions, into their blocks."""
+    """Loads the KV of requests into their blocks, up to their questions or their last tokens."""
 
     def __init__(
         self,

@@ -36,6 +36,11 @@ class Narrower:
         self._layers: DecoderLayers | None = None
         self._is_measured = False
 
+    @property
+    def cannot(self) -> bool:
+        """Whether it was found that sets cannot shrink in this model."""
+        return self._is_measured and self._layers is None
+
     def can_serve(self, load: ChunkLoad) -> bool:
         """Whether a load's policy can be served: its set does not shrink, or can shrink in this model. All ranks call
         this together."""

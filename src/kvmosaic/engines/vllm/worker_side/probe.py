@@ -61,12 +61,32 @@ class VllmProbe(AssembledPrompt):
     def question_attention(self, layers: Sequence[int]) -> torch.Tensor:
         weights = self._known.get(tuple(layers))
         if weights is None:
-            [weights] = probe_questions([self], layers)
+            [weights] = self.ask([self], layers)
         self.charged += len(self.asked) * (layers[-1] + 1)
         return weights
 
+    @staticmethod
+    def ask(probes: "Sequence[VllmProbe]", layers: Sequence[int]) -> list[torch.Tensor]:
+        """The attention of several requests' questions at ``layers``, ``[chunk tokens]`` each. One pass over all of
+        them takes hardly longer than over one: it reads the weights once, and launches each kernel once."""
+        assert probes
+        assert all(probe.asked for probe in probes)
+        noted: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+
+        def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            noted[index].append(q.clone())  # the next layers may reuse its memory
+
+        runs = [probe._run(probe.asked.start, probe.asked.end) for probe in probes]
+        probes[0]._forward.probe(runs, layers, observe)
+        lengths = [len(probe.asked) for probe in probes]
+        rows = {layer: torch.cat(queries).split(lengths) for layer, queries in noted.items() if queries}
+        return [
+            probe._attention(layers, {layer: queries[index] for layer, queries in rows.items()})
+            for index, probe in enumerate(probes)
+        ]
+
     def know(self, layers: Sequence[int], weights: torch.Tensor) -> None:
-        """Take the result of :func:`probe_questions`, for which a policy will ask."""
+        """Take the result of :meth:`ask`, for which a policy will ask."""
         self._known[tuple(layers)] = weights
 
     def _attention(self, layers: Sequence[int], queries: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -137,22 +157,3 @@ class VllmProbe(AssembledPrompt):
 
     def _run(self, start: int, end: int) -> Run:
         return Run(self.prompt.token_ids[start:end], start, self._blocks, self._adapter_id, self._images)
-
-
-def probe_questions(probes: Sequence[VllmProbe], layers: Sequence[int]) -> list[torch.Tensor]:
-    """The attention of several requests' questions at ``layers``, ``[chunk tokens]`` each. One pass over all of them
-    takes hardly longer than over one: it reads the weights once, and launches each kernel once."""
-    assert probes
-    assert all(probe.asked for probe in probes)
-    noted: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-
-    def observe(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        noted[index].append(q.clone())  # the next layers may reuse its memory
-
-    probes[0]._forward.probe([probe._run(probe.asked.start, probe.asked.end) for probe in probes], layers, observe)
-    lengths = [len(probe.asked) for probe in probes]
-    rows = {layer: torch.cat(queries).split(lengths) for layer, queries in noted.items() if queries}
-    return [
-        probe._attention(layers, {layer: queries[index] for layer, queries in rows.items()})
-        for index, probe in enumerate(probes)
-    ]

@@ -135,13 +135,16 @@ class WorkerSide:
             timer=self.timer,
             stats=self.stats,
         )
+        self.narrower = Narrower(
+            self.forward, loaded_model(runner), self._model.get_vocab_size(), self.ranks, self.timer
+        )
         self.loader = ChunkLoader(
             self.cache,
             self.paged,
             self.ranks,
             bringer,
             self.blender,
-            Narrower(self.forward, loaded_model(runner), self._model.get_vocab_size(), self.ranks, self.timer),
+            self.narrower,
             self.adapters,
             images,
             timer=self.timer,
@@ -283,6 +286,7 @@ class WorkerSide:
                     sources={digest: tier for each in fetched.values() for digest, tier in each.sources.items()},
                     # Ranks with the same heads write the same files, so each would take the others for company.
                     has_company=self.cache.store.has_company and self.ranks.share.replicas == 1,
+                    cannot_narrow=self.narrower.cannot,
                     ended_fills=ended_fills,
                     is_all=is_all,
                 )
