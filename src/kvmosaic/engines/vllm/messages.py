@@ -68,8 +68,8 @@ class ChunkLoad:
     start: int
     """First token to load: vLLM's own prefix cache has the tokens before it."""
     end: int
-    """Position behind the last token to load: the question's start, or that of the prompt's last token. All tokens from
-    the question's start on are computed."""
+    """Position behind the last token to load: the question's start, or that of the prompt's last token. All tokens
+    from the question's start on are computed."""
     shared_until: int
     """Number of leading tokens in blocks that other requests may also use. All later blocks belong to this request
     alone."""
@@ -83,8 +83,8 @@ class ChunkLoad:
     fill: bool
     """Whether missing chunks are filled first. If not, they are computed as ordinary text."""
     is_sliced: bool
-    """Whether it is computed over several steps. If not, this step computes all of it, and vLLM continues from its end
-    in the same step."""
+    """Whether it is computed over several steps. If not, this step computes all of it, and vLLM continues from its
+    end in the same step."""
     is_reported: bool
     """Whether the scheduler wants to know which tokens are recomputed."""
     may_probe: bool = True

@@ -115,8 +115,9 @@ class ChunkScheduler:
         self.prefixes.add(request)
 
     def matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """Number of tokens after the first ``local`` that the worker loads, and whether the load takes several steps. It
-        ends at the question, or at the prompt's last token. The number is ``None`` while the request waits, for example for slower tiers."""
+        """Number of tokens after the first ``local`` that the worker loads, and whether the load takes several steps.
+        It ends at the question, or at the prompt's last token. The number is ``None`` while the request waits, for
+        example for slower tiers."""
         ours = self._requests.get(request.request_id)
         try:
             return self._matched_tokens(request, local)
