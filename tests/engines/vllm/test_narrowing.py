@@ -37,6 +37,7 @@ from tests.engines.vllm.helpers import (
     plain_answer,
     reads_blocks,
     same,
+    scheduler_side,
     start,
     worker_side,
 )
@@ -324,9 +325,12 @@ def test_models_whose_layers_do_not_allow_it_are_prefilled(small, monkeypatch, c
     counted = note_fallbacks(monkeypatch)
     monkeypatch.setattr(side.loader._narrower, "_is_measured", False)
     monkeypatch.setattr(side.loader._narrower, "_layers", None)
+    mirror = scheduler_side(small)._mirror
+    monkeypatch.setattr(mirror, "cannot_narrow", False)
     undo = change(side)
     try:
         [ours] = ask(small, ids, **params)
+        assert mirror.cannot_narrow  # so the next such request is not loaded at all
         [line] = [each.getMessage() for each in caplog.records if "cannot shrink" in each.getMessage()]
     finally:
         undo(-1)
