@@ -15,6 +15,8 @@ from kvmosaic.core.errors import ConfigError
         (("throughput", "--per-query", "201"), "201 documents per query: there are only 200"),
         (("throughput", "--new-per-query", "15"), "15 new documents per query: a query has only 14"),
         (("throughput", "--plot", "plot.png"), "plots are SVG"),
+        (("throughput", "--lmcache-ratio", "0.15"), "LMCache is not installed"),
+        (("throughput", "--ratios", "0,1.5"), "--ratios 0,1.5: must be between 0 and 1"),
         (("sustained", "--plot", "nowhere/plot.svg"), "there is no directory nowhere"),
         (("sustained", "--queries", "60"), "at least two batches"),
         (("interference", "--policy", "nothing"), "nothing"),

@@ -31,7 +31,7 @@ def test_agents_forget_and_read_again():
 
 def test_what_is_measured():
     rng = random.Random(random.random())
-    [document] = made_up(1, rng)
+    document = max(made_up(5, rng), key=len)  # of a short one, the share before its first cut may be larger
 
     def prompts():
         for first in (100, 101, 102, 102):

@@ -19,7 +19,7 @@ import platformdirs
 from kvmosaic.bench.engine import Model, machine
 from kvmosaic.bench.process import tell
 from kvmosaic.bench.traffic import SYSTEM_TOKENS, Prompt, assemble, random_tokens
-from kvmosaic.core.errors import KvmosaicError
+from kvmosaic.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -89,15 +89,19 @@ def measure(model: dict[str, Any], context: int, ratio: float, repeats: int) -> 
     }
 
 
-def start(model: Model, ratio: float, host_bytes: int, **settings: Any) -> "LLM":
-    """An engine in this process that reuses documents with LMCache and recomputes the share ``ratio`` of their
-    tokens. ``host_bytes``: host memory for documents."""
+def check() -> None:
+    """Raise if LMCache cannot be measured here: before minutes of measuring other engines."""
     try:
         found = version("lmcache")
     except PackageNotFoundError:
-        raise KvmosaicError(f"LMCache is not installed; install it beside vLLM: lmcache=={TESTED}") from None
+        raise ConfigError(f"LMCache is not installed; install it beside vLLM: lmcache=={TESTED}") from None
     if found != TESTED:
-        raise KvmosaicError(f"LMCache {found} was never tried; install lmcache=={TESTED}")
+        raise ConfigError(f"LMCache {found} was never tried; install lmcache=={TESTED}")
+
+
+def start(model: Model, ratio: float, host_bytes: int, **settings: Any) -> "LLM":
+    """An engine in this process that reuses documents with LMCache and recomputes the share ``ratio`` of their
+    tokens. ``host_bytes``: host memory for documents."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("PYTHONHASHSEED", "0")
     os.environ.update(

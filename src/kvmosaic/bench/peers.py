@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvmosaic.bench import lmcache
 from kvmosaic.bench.engine import Model
 from kvmosaic.bench.process import run_apart
 
@@ -23,6 +24,8 @@ def run(
     """Median milliseconds of ``repeats`` prompts of ``context`` tokens, in known documents of 512 tokens in a new
     order. Each row is compared with a full prefill in the same engine. ``lmcache_ratio``: LMCache's recompute ratio;
     ``None``: LMCache is not measured."""
+    if lmcache_ratio is not None:
+        lmcache.check()
     asked = {"model": asdict(model), "context": context, "repeats": repeats}
     rows: list[dict[str, Any]] = []
 

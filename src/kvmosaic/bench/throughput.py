@@ -40,6 +40,8 @@ def run(
     had. ``lmcache_ratio``: LMCache's recompute ratio; ``None``: LMCache is not measured."""
     if new > corpus.per_query:
         raise ConfigError(f"{new} new documents per query: a query has only {corpus.per_query}")
+    if lmcache_ratio is not None:
+        lmcache.check()
     asked = {
         "model": asdict(model),
         "corpus": asdict(corpus),

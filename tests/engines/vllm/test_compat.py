@@ -110,13 +110,13 @@ def runner_with_graphs(*sizes, **changes):
         _graphs_captured=False,
         compilation_config=SimpleNamespace(splitting_ops=["vllm::unified_kv_cache_update"]),
     )
-    text = SimpleNamespace(num_hidden_layers=32, hidden_size=4096)
+    sizes_of_8b = {"get_total_num_hidden_layers": lambda: 32, "get_hidden_size": lambda: 4096}
     runner = SimpleNamespace(
         cudagraph_manager=manager,
         device=torch.device("cuda"),
         lora_config=None,
         max_num_tokens=1200,
-        model_config=SimpleNamespace(use_mla=False, max_model_len=8192, hf_text_config=text),
+        model_config=SimpleNamespace(use_mla=False, max_model_len=8192, **sizes_of_8b),
         model_state=None,
     )
     vars(runner).update(changes)

@@ -30,7 +30,7 @@ from tests.engines.vllm.helpers import (
 )
 from tests.engines.vllm.processes import EngineApart
 from tests.engines.vllm.test_lora import ADAPTERS, write_adapter, write_merged
-from tests.engines.vllm.tiny import VOCABULARY, write_model, write_tiny_deepseek, write_tiny_llama
+from tests.engines.vllm.tiny import SIX_LAYERS, write_model, write_tiny_deepseek, write_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(torch.cuda.is_available(), reason="float32 and CPU kernels")]
 
@@ -40,19 +40,7 @@ LENGTHS = (21, 33, 48, 64, 70)
 
 def write_tiny_granite(folder) -> str:
     """Write a tiny Granite, whose decoder layers get positions and hidden states only, and return no residual."""
-    config = GraniteConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        attention_multiplier=0.2,
-    )
-    return write_model(folder, GraniteForCausalLM(config))
+    return write_model(folder, GraniteForCausalLM(GraniteConfig(**SIX_LAYERS, attention_multiplier=0.2)))
 
 
 @pytest.fixture(params=["gemma", "granite", "latent"])

@@ -60,21 +60,27 @@ def write_tiny_text(folder: Path, like: str | Path) -> str:
     return model
 
 
+SIX_LAYERS: dict[str, int] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of tiny models of six layers."""
+
+
 def write_tiny_gemma(folder: Path, window: int) -> str:
     """Write a tiny Gemma, in which two of three layers have a sliding window."""
     config = Gemma3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SIX_LAYERS,
         head_dim=32,
-        max_position_embeddings=2048,
         sliding_window=window,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     return write_model(folder, Gemma3ForCausalLM(config))
 

@@ -30,8 +30,8 @@ def has_room_for_graphs(runner: Any) -> bool:
     """Whether there is memory for graphs of :data:`LARGER_SIZES`."""
     if runner.device.type != "cuda":
         return False
-    shape = runner.model_config.hf_text_config
-    needed = NEEDED_BYTES * shape.num_hidden_layers * shape.hidden_size
+    model = runner.model_config
+    needed = NEEDED_BYTES * model.get_total_num_hidden_layers() * model.get_hidden_size()
     return bool(torch.cuda.mem_get_info(runner.device)[0] >= needed)
 
 
